@@ -88,18 +88,23 @@ LOADS_IN_FLIGHT = 4
 
 
 @cute.jit
-def block_memcpy(destination: Int64, source: Int64, num_bytes: Int64, tid: Int32) -> None:
-    """Copy `num_bytes` (a multiple of 16) between two 16-byte aligned global addresses with all threads of the CTA."""
-    vectors = Int32(quotient(num_bytes, VECTOR_BYTES))
+def copy_vectors(destination: Int64, source: Int64, vectors: Int32, thread: Int32, threads: Int32 | int) -> None:
+    """The part of one of `threads` threads in a copy of 16-byte vectors between 16-byte aligned global addresses."""
     gSource = rows(source, vectors, 1)
     gDestination = rows(destination, vectors, 1)
     rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
-    for first in cutlass.range(tid, vectors, THREADS * LOADS_IN_FLIGHT, unroll=1):
+    for first in cutlass.range(thread, vectors, threads * LOADS_IN_FLIGHT, unroll=1):
         for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            vector = first + turn * THREADS
+            vector = first + turn * threads
             if vector < vectors:
                 cute.copy(weak(), gSource[None, vector, 0], rX[None, turn])
         for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            vector = first + turn * THREADS
+            vector = first + turn * threads
             if vector < vectors:
                 cute.copy(weak(), rX[None, turn], gDestination[None, vector, 0])
+
+
+@cute.jit
+def block_memcpy(destination: Int64, source: Int64, num_bytes: Int64, tid: Int32) -> None:
+    """Copy `num_bytes` (a multiple of 16) between two 16-byte aligned global addresses with all threads of the CTA."""
+    copy_vectors(destination, source, Int32(quotient(num_bytes, VECTOR_BYTES)), tid, THREADS)

@@ -21,12 +21,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint16
 
-from cute_ep.kernels.device.block import launch_config
+from cute_ep.kernels.device.block import copy_vectors, launch_config
 from cute_ep.kernels.device.context import given_id, is_beyond
-from cute_ep.kernels.device.memory import array, row_address
+from cute_ep.kernels.device.memory import LANES, array, row_address
 from cute_ep.kernels.device.slices import first_item, item_stride
 from cute_ep.kernels.device.sync import Awaited, report
-from cute_ep.kernels.mail.place import Place, next_row, open_channel, warp_copy
+from cute_ep.kernels.mail.place import Place, open_channel, row_offset
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.mail import HEADER_BYTES, RoundWord
@@ -62,8 +62,8 @@ class PackFrame:
         first = first_item(cute.arch.block_idx()[0], ctas, place.warp)
         for token in cutlass.range(first, args.tokens, item_stride(ctas), unroll=1):
             to = row_address(args.payload, token, args.vectors * VECTOR_BYTES)
-            warp_copy(to, args.x + next_row(token, args.x_vectors), args.vectors, place.lane)
-            for byte in cutlass.range(place.lane, args.scale_bytes, 32, unroll=1):
+            copy_vectors(to, args.x + row_offset(token, args.x_vectors), args.vectors, place.lane, LANES)
+            for byte in cutlass.range(place.lane, args.scale_bytes, LANES, unroll=1):
                 gScaleOut[token, byte] = gScale[token, byte]
             if (args.row_scales != 0) & (place.lane == 0):
                 gOwnOut[token] = gOwn[token]

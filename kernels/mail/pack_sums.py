@@ -14,10 +14,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_ep.kernels.device.block import launch_config
-from cute_ep.kernels.device.memory import row_address
+from cute_ep.kernels.device.block import copy_vectors, launch_config
+from cute_ep.kernels.device.memory import LANES, row_address
 from cute_ep.kernels.device.slices import first_item, item_stride
-from cute_ep.kernels.mail.place import open_channel, warp_copy
+from cute_ep.kernels.mail.place import open_channel
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.mail import HEADER_BYTES, PARITIES, RoundWord
 from cute_ep.layouts.maps.mail_arguments import PackSumsArgs
@@ -46,10 +46,6 @@ class PackSums:
                 to = out + Int64(node) * args.pitch + HEADER_BYTES
                 source = row_address(args.sums, node * args.frame, row_bytes)
                 for token in cutlass.range(first, args.frame, item_stride(ctas), unroll=1):
-                    warp_copy(
-                        row_address(to, token, row_bytes),
-                        row_address(source, token, row_bytes),
-                        args.vectors,
-                        place.lane,
-                    )
+                    at = row_address(to, token, row_bytes)
+                    copy_vectors(at, row_address(source, token, row_bytes), args.vectors, place.lane, LANES)
         place.finish(alive, epoch, out, args.pitch, args.frame)

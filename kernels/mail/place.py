@@ -1,4 +1,4 @@
-"""What the kernels of a channel start from: the channel's words, and copies by a warp."""
+"""What the kernels of a channel start from: the channel's words."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64
 
-from cute_ep.kernels.device.atoms import weak
-from cute_ep.kernels.device.block import LOADS_IN_FLIGHT
 from cute_ep.kernels.device.divide import quotient, remainder
-from cute_ep.kernels.device.memory import array, pointer, vector
-from cute_ep.kernels.device.slices import SEGMENT
+from cute_ep.kernels.device.memory import array, pointer
 from cute_ep.kernels.device.sync import Awaited, WaitContext, block_all, count_exit, not_aborted, wait_signal
+from cute_ep.layouts.maps.arena import LL_BYTES
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.mail import MailHeader, RoundWord
 from cute_ep.layouts.maps.mail_arguments import MailGroup
@@ -48,7 +46,7 @@ class Place:
 
     def round_word(self, word: RoundWord) -> Int64:
         """Address of one of the channel's round words."""
-        return self.group.rounds + 8 * int(word)
+        return self.group.rounds + LL_BYTES * int(word)
 
     def rounds(self, word: RoundWord) -> Int64:
         """How many rounds are counted in a word: the launch before has ended."""
@@ -63,7 +61,7 @@ class Place:
         alive = self.not_aborted()
         tid, group = self.tid, self.group
         if (tid < group.nodes) & (tid != group.node):
-            word = group.free + Int64(tid) * 8
+            word = group.free + Int64(tid) * LL_BYTES
             alive = wait_signal(self.wait_context, word, epoch, Awaited(tid, phase, Int32(0)))
         return block_all(alive)
 
@@ -83,8 +81,8 @@ class Place:
             cute.arch.store(pointer(self.round_word(RoundWord.SENT), Int64), epoch)
 
 
-def next_row(row: Int32, pitch: Int32) -> Int64:
-    """Bytes before a row, of rows that may be far apart."""
+def row_offset(row: Int32, pitch: Int32) -> Int64:
+    """Bytes before a row, of rows `pitch` vectors apart, which may be gigabytes."""
     return Int64(row) * (Int64(pitch) * VECTOR_BYTES)
 
 
@@ -94,16 +92,3 @@ def open_channel(group: MailGroup) -> Place:
     tid = cute.arch.thread_idx()[0]
     cute.arch.griddepcontrol_wait()
     return Place(group, tid)
-
-
-@cute.jit
-def warp_copy(destination: Int64, source: Int64, vectors: Int32, lane: Int32) -> None:
-    """Copy a row of 16-byte vectors, by a warp."""
-    rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
-    for first in cutlass.range(lane, vectors, SEGMENT * LOADS_IN_FLIGHT, unroll=1):
-        for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            if first + turn * SEGMENT < vectors:
-                cute.copy(weak(), vector(source, first + turn * SEGMENT), rX[None, turn])
-        for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            if first + turn * SEGMENT < vectors:
-                cute.copy(weak(), rX[None, turn], vector(destination, first + turn * SEGMENT))

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8, Uint32
+from cutlass import Int32, Int64, Uint8
 
-from cute_ep.kernels.device.atoms import weak
-from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, launch_config
-from cute_ep.kernels.device.memory import array, vector
+from cute_ep.kernels.device.block import copy_vectors, launch_config
+from cute_ep.kernels.device.divide import quotient
+from cute_ep.kernels.device.memory import array
 from cute_ep.kernels.mail.place import open_channel
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import THREADS
-from cute_ep.layouts.maps.mail import RoundWord
-from cute_ep.layouts.maps.mail_arguments import PutMailArgs
+from cute_ep.layouts.maps.mail import Piece, RoundWord
+from cute_ep.layouts.maps.mail_arguments import PutArgs, PutMailArgs
 
 
 class PutMail:
@@ -38,27 +38,26 @@ class PutMail:
         place = open_channel(args.group)
         if place.not_aborted():
             parity = place.rounds(RoundWord.SENT) & 1
-            for piece in (args.payload, args.scales, args.routes):
+            for number in cutlass.range(len(Piece), unroll=1):
+                piece = self._piece(args, number)
                 for node in cutlass.range(args.group.nodes, unroll=1):
                     if (node != args.group.node) & (piece.num_bytes != 0):
                         mail = array(args.mails, Int64, args.group.nodes)[node]
                         source = piece.source + Int64(node) * piece.step + parity * piece.source_turn
                         self._copy(source, mail + piece.to + parity * piece.to_turn, piece.num_bytes, place.tid)
 
+    def _piece(self, args: PutMailArgs, number: Int32) -> PutArgs:
+        """The piece with a number of `Piece`, chosen at run time: three copies of the loop would spill."""
+        fields = zip(args.payload, args.scales, args.routes, strict=True)
+        payload, scales = number == int(Piece.PAYLOAD), number == int(Piece.SCALES)
+        return PutArgs(*(cutlass.select_(payload, a, cutlass.select_(scales, b, c)) for a, b, c in fields))
+
     @cute.jit
     def _copy(self, source: Int64, to: Int64, num_bytes: Int64, tid: Int32) -> None:
         thread = cute.arch.block_idx()[0] * THREADS + tid
         threads = cute.arch.grid_dim()[0] * THREADS
         if ((source | to | num_bytes) & (VECTOR_BYTES - 1)) == 0:
-            vectors = Int32(num_bytes >> 4)
-            rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
-            for first in cutlass.range(thread, vectors, threads * LOADS_IN_FLIGHT, unroll=1):
-                for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                    if first + turn * threads < vectors:
-                        cute.copy(weak(), vector(source, first + turn * threads), rX[None, turn])
-                for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                    if first + turn * threads < vectors:
-                        cute.copy(weak(), rX[None, turn], vector(to, first + turn * threads))
+            copy_vectors(to, source, Int32(quotient(num_bytes, VECTOR_BYTES)), thread, threads)
         else:
             count = Int32(num_bytes)
             gFrom, gTo = array(source, Uint8, count), array(to, Uint8, count)

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, round_vector
+from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate
 from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, launch_config
 from cute_ep.kernels.device.memory import row_address, vector
+from cute_ep.kernels.device.output_type import store_sum
 from cute_ep.kernels.device.slices import SEGMENT, first_item, item_stride, slice_of
 from cute_ep.kernels.mail.place import open_channel
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.mail import RoundWord
 from cute_ep.layouts.maps.mail_arguments import SumNodesArgs
-from cute_ep.layouts.maps.routing import OutputType
 
 
 class SumNodes:
@@ -66,21 +66,4 @@ class SumNodes:
                 for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                     if first + turn < nodes:
                         accumulate(rSum, rX[None, turn], None)
-            self._store(args, rSum, Int64(token) * args.vectors + column)
-
-    @cute.jit
-    def _store(self, args: SumNodesArgs, rSum: cute.Tensor, index: Int64) -> None:
-        """Round eight float32 to the output's type and store them as its vector number `index`."""
-        rX = cute.make_rmem_tensor(4, Uint32)
-        if args.out_type == int(OutputType.F32):
-            rWords = cute.recast_tensor(rSum, Uint32)
-            for half in cutlass.range_constexpr(2):
-                for word in cutlass.range_constexpr(4):
-                    rX[word] = rWords[4 * half + word]
-                cute.copy(weak(), rX, vector(args.out, 2 * index + half))
-        else:
-            if args.out_type == int(OutputType.FP16):
-                round_vector(rSum, rX, Float16)
-            else:
-                round_vector(rSum, rX, BFloat16)
-            cute.copy(weak(), rX, vector(args.out, index))
+            store_sum(args.out, args.out_type, rSum, Int64(token) * args.vectors + column)

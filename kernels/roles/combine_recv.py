@@ -14,13 +14,14 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, halves, opaque, round_vector
+from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, halves, opaque
 from cute_ep.kernels.device.atoms import clear, poll, weak
 from cute_ep.kernels.device.context import CombineContext, given_id, owns_shared
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, wait_lamport
 from cute_ep.kernels.device.memory import lane_tile, rows, vector
+from cute_ep.kernels.device.output_type import store_sum
 from cute_ep.kernels.device.slices import (
     SEGMENT,
     RowSlice,
@@ -225,7 +226,7 @@ class CombineRecv:
             context = EpilogueContext(ctx.sums.epilogue_data, ctx.sums.tokens, ctx.group.hidden)
             value = self.epilogue((token, column * VECTOR_ELEMENTS), rSum.load(), context)
             rSum.store(value)
-        self._store(ctx, rSum, Int64(token) * row_vectors(ctx) + column)
+        store_sum(ctx.sums.out, ctx.sums.out_type, rSum, Int64(token) * row_vectors(ctx) + column)
 
     def _add(self, rSum: cute.Tensor, weight: Float32, rX: cute.Tensor, slot: Int32) -> None:
         """Add one vector of a slot; by all lanes."""
@@ -316,21 +317,4 @@ class CombineRecv:
                     low, high = halves(rX[word])
                     rRow[2 * word] = low
                     rRow[2 * word + 1] = high
-                self._store(ctx, rRow, index)
-
-    @cute.jit
-    def _store(self, ctx: CombineContext, rSum: cute.Tensor, index: Int64) -> None:
-        """Round eight float32 to the output's type and store them as its vector number `index`."""
-        rX = cute.make_rmem_tensor(4, Uint32)
-        if ctx.sums.out_type == int(OutputType.F32):
-            rWords = cute.recast_tensor(rSum, Uint32)
-            for half in cutlass.range_constexpr(2):
-                for word in cutlass.range_constexpr(4):
-                    rX[word] = rWords[4 * half + word]
-                cute.copy(weak(), rX, vector(ctx.sums.out, 2 * index + half))
-        else:
-            if ctx.sums.out_type == int(OutputType.FP16):
-                round_vector(rSum, rX, Float16)
-            else:
-                round_vector(rSum, rX, BFloat16)
-            cute.copy(weak(), rX, vector(ctx.sums.out, index))
+                store_sum(ctx.sums.out, ctx.sums.out_type, rRow, index)
