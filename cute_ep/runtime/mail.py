@@ -14,8 +14,9 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.row_tensors import QuantizedRows, payload_columns, payload_dtype, scale_dtype
+from cute_ep.layouts.maps.arena import LL_BYTES
 from cute_ep.layouts.maps.launch import PIECE_BYTES, WARPS
-from cute_ep.layouts.maps.mail import HEADER_BYTES, Channel, Piece, RoundWord, Routes, SumsMail
+from cute_ep.layouts.maps.mail import HEADER_BYTES, Channel, Piece, RoundWord, Routes, sums_bytes
 from cute_ep.layouts.maps.mail_arguments import (
     AwaitMailArgs,
     MailGroup,
@@ -114,12 +115,12 @@ class RankMail:
     def introduce(self, mails: Sequence[int]) -> None:
         """Tell the kernels where the map of each node's rank is, as mapped here."""
         at = self.map.mails
-        self._view(at.at(), 8 * len(mails), torch.int64).copy_(torch.tensor(mails, device="cpu"))
+        self._view(at.at(), LL_BYTES * len(mails), torch.int64).copy_(torch.tensor(mails, device="cpu"))
 
     # ---- frames
 
     def empty_frame(self, frame: int) -> Frame:
-        """Memory for what `exchange` brings: views of the mail, and new tensors for copies of the routes."""
+        """Memory for what `unpack` fills: views of the mail, and new tensors for copies of the routes."""
         cfg, at, count = self.cfg, self.map, self.cfg.nodes * frame
         fmt, device = cfg.format, self.memory.device
         payload = self._view(at.payload.at(), count * at.payload_bytes, payload_dtype(fmt))
@@ -203,7 +204,7 @@ class RankMail:
 
     def send_sums(self, sums: torch.Tensor, frame: int) -> None:
         """Pack the own node's [nodes * F, hidden] sums, and put each node's."""
-        at, mail = self.map, SumsMail.of(frame, self.cfg.hidden)
+        at, nbytes = self.map, sums_bytes(frame, self.cfg.hidden)
         begin, turn, step = at.sent_sums.at(), at.sent_sums.stride[0], at.sent_sums.stride[1]
         self._launch(
             "pack_sums",
@@ -219,7 +220,7 @@ class RankMail:
             -(-frame // WARPS),
         )
         to = at.sums.at(0, self.node)
-        piece = Put(Piece.ROUTES, begin, step, to, mail.nbytes, source_turn=turn, to_turn=at.sums.stride[0])
+        piece = Put(Piece.ROUTES, begin, step, to, nbytes, source_turn=turn, to_turn=at.sums.stride[0])
         self.engine.put(self, Channel.SUMS, [piece])
 
     def add_sums(self, own: torch.Tensor, out: torch.Tensor, out_type: OutputType, frame: int) -> None:
@@ -285,7 +286,6 @@ class RankMail:
             timeout_ns=int(self.cfg.timeout_s * 1e9),
             node=self.node,
             nodes=self.cfg.nodes,
-            channel=channel,
             rounds=self.base + at.rounds.at(channel),
             arrived=self.base + at.arrived.at(channel),
             free=self.base + at.free.at(channel),

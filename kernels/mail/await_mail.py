@@ -13,6 +13,7 @@ from cute_ep.kernels.device.block import launch_config
 from cute_ep.kernels.device.memory import item_coord, pointer
 from cute_ep.kernels.device.sync import Awaited, block_all, report, wait_signal
 from cute_ep.kernels.mail.place import Place, open_channel
+from cute_ep.layouts.maps.arena import LL_BYTES
 from cute_ep.layouts.maps.mail import WORDS_OF_NODE, MailHeader, Piece, RoundWord
 from cute_ep.layouts.maps.mail_arguments import AwaitMailArgs
 from cute_ep.layouts.maps.routing import Phase
@@ -37,7 +38,7 @@ class AwaitMail:
         alive = place.not_aborted()
         piece, node = item_coord(place.tid, WORDS_OF_NODE)
         if (node < args.group.nodes) & (node != args.group.node) & (((args.pieces >> piece) & 1) != 0):
-            word = args.group.arrived + Int64(node * len(Piece) + piece) * 8
+            word = args.group.arrived + Int64(node * len(Piece) + piece) * LL_BYTES
             alive = wait_signal(place.wait_context, word, epoch, Awaited(node, self.phase, piece))
         alive = block_all(alive)
         alive = block_all(self._are_of(args, place, epoch, alive))

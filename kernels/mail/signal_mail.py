@@ -13,6 +13,7 @@ from cute_ep.kernels.device.block import launch_config
 from cute_ep.kernels.device.memory import array, item_coord, pointer
 from cute_ep.kernels.device.sync import signal
 from cute_ep.kernels.mail.place import open_channel
+from cute_ep.layouts.maps.arena import LL_BYTES
 from cute_ep.layouts.maps.mail import WORDS_OF_NODE
 from cute_ep.layouts.maps.mail_arguments import SignalMailArgs
 
@@ -36,5 +37,5 @@ class SignalMail:
             & (node != args.group.node)
             & (((args.words >> word) & 1) != 0)
         ):
-            there = array(args.mails, Int64, args.group.nodes)[node] + args.word + word * 8
+            there = array(args.mails, Int64, args.group.nodes)[node] + args.word + word * LL_BYTES
             signal(there, cute.arch.load(pointer(args.round_at, Int64), Int64))

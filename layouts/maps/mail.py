@@ -15,8 +15,8 @@ sent before the first is received.
 | payload      | (node, token, byte)     | peer       | rows of a frame                                           |
 | scales       | (node, token, byte)     | peer       | their scale factors                                       |
 | routes       | (node, byte)            | peer       | `Routes` of a frame                                       |
-| sums         | (parity, node, byte)    | peer       | `SumsMail`: bfloat16 sums for tokens of this rank         |
-| sent_sums    | (parity, node, byte)    | owner      | `SumsMail` for that node's rank                           |
+| sums         | (parity, node, byte)    | peer       | bfloat16 sums for tokens of this rank, after a header     |
+| sent_sums    | (parity, node, byte)    | owner      | the same for that node's rank                             |
 
 A rank's own frame stands in its own node's place, from where the engine takes it. Frames of F tokens are F rows apart,
 so rows of all nodes make one tensor; regions have room for `max_tokens` of each.
@@ -27,15 +27,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from cute_ep.layouts.maps.arena import ARENA_ALIGNMENT, COMBINE_ITEMSIZE, PAGE_BYTES
+from cute_ep.layouts.maps.arena import ARENA_ALIGNMENT, COMBINE_ITEMSIZE, LL_BYTES, PAGE_BYTES
 from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.record import RegionMap, align_up
 
 HEADER_BYTES = 16
 """Of a mail: four 32-bit `MailHeader` words."""
-WORD_BYTES = 8
-"""Of a word that is awaited or counted."""
 PARITIES = 2
 """Landings of sums."""
 WORDS_OF_NODE = 4
@@ -81,14 +79,13 @@ class MailHeader(IntEnum):
 
 @dataclass(frozen=True)
 class Routes:
-    """Byte offsets in the last piece of a frame: header, [F, top_k] int32 ids, [F, top_k] float32 weights, and [F]
-    bfloat16 scales of rows.
+    """Byte offsets in the last piece of a frame: after the header [F, top_k] int32 ids, then [F, top_k] float32 weights
+    and [F] bfloat16 scales of rows.
 
     Attributes:
         nbytes: of the piece.
     """
 
-    ids: int
     weights: int
     row_scales: int
     nbytes: int
@@ -98,20 +95,12 @@ class Routes:
         """For frames of so many rows."""
         entries = 4 * frame * top_k
         row_scales = HEADER_BYTES + 2 * entries
-        return cls(HEADER_BYTES, HEADER_BYTES + entries, row_scales, row_scales + frame * row_scale_bytes)
+        return cls(HEADER_BYTES + entries, row_scales, row_scales + frame * row_scale_bytes)
 
 
-@dataclass(frozen=True)
-class SumsMail:
-    """Byte offsets in a mail of sums: [F, hidden] bfloat16 after the header."""
-
-    rows: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, frame: int, hidden: int) -> SumsMail:
-        """For frames of so many rows."""
-        return cls(HEADER_BYTES, HEADER_BYTES + frame * hidden * COMBINE_ITEMSIZE)
+def sums_bytes(frame: int, hidden: int) -> int:
+    """Bytes of a mail of sums, for frames of so many rows: header, and [F, hidden] bfloat16."""
+    return HEADER_BYTES + frame * hidden * COMBINE_ITEMSIZE
 
 
 class Mail:
@@ -128,12 +117,12 @@ class Mail:
     def __init__(self, *, nodes: int, max_tokens: int, top_k: int, fmt: Format, hidden: int) -> None:
         self.payload_bytes, self.scale_bytes = fmt.payload_bytes(hidden), fmt.scale_bytes(hidden)
         routes = Routes.of(max_tokens, top_k, fmt.row_scale_bytes)
-        sums = align_up(SumsMail.of(max_tokens, hidden).nbytes, VECTOR_BYTES)
+        sums = sums_bytes(max_tokens, hidden)
         regions = RegionMap(ARENA_ALIGNMENT)
-        self.rounds = regions.add("rounds", WORD_BYTES, len(Channel), len(RoundWord))
-        self.mails = regions.add("mails", WORD_BYTES, nodes)
-        self.arrived = regions.add("arrived", WORD_BYTES, len(Channel), nodes, len(Piece))
-        self.free = regions.add("free", WORD_BYTES, len(Channel), nodes)
+        self.rounds = regions.add("rounds", LL_BYTES, len(Channel), len(RoundWord))
+        self.mails = regions.add("mails", LL_BYTES, nodes)
+        self.arrived = regions.add("arrived", LL_BYTES, len(Channel), nodes, len(Piece))
+        self.free = regions.add("free", LL_BYTES, len(Channel), nodes)
         self.payload = regions.add("payload", 1, nodes, max_tokens, self.payload_bytes)
         self.scales = regions.add("scales", 1, nodes, max_tokens, self.scale_bytes)
         self.routes = regions.add("routes", 1, nodes, align_up(routes.nbytes, VECTOR_BYTES))

@@ -14,7 +14,6 @@ class MailGroup(NamedTuple):
         status: host-visible records, one a node and one each of INPUT_ERRORS.
         abort: the abort word of the rank's arena.
         node, nodes: this rank's node, and how many there are.
-        channel: the number of the channel.
         rounds: its words of `rounds`.
         arrived: its words of `arrived`, (node, piece).
         free: its words of `free`, (node).
@@ -25,7 +24,6 @@ class MailGroup(NamedTuple):
     timeout_ns: Address
     node: Size
     nodes: Size
-    channel: Size
     rounds: Address
     arrived: Address
     free: Address
@@ -69,7 +67,7 @@ class PackSumsArgs(NamedTuple):
 
     Attributes:
         sums: [nodes, F, 8 * vectors] bfloat16.
-        out: `SumsMail` for each node in rounds of parity 0, `pitch` bytes apart; `turn` bytes to those of parity 1.
+        out: a mail of sums for each node in rounds of parity 0, `pitch` bytes apart; `turn` bytes to those of parity 1.
     """
 
     group: MailGroup
