@@ -265,10 +265,14 @@ class EPConfig:
         """Most tokens that a peer brings in one call: its own, and over nodes those of its rail."""
         return self.nodes * self.max_tokens_per_rank
 
+    def frame_rows(self, frame: int | None) -> int:
+        """Rows of a frame that a dispatch was given as `frame`."""
+        return self.max_tokens_per_rank if frame is None else frame
+
     def place(self, source: int, frame: int | None = None) -> tuple[int, int]:
         """(peer, first token) of the tokens of rank `source`, in the order in which a rank's peers bring them; over
-        nodes each node's are a frame of so many tokens, None: `max_tokens_per_rank`."""
-        return source % self.peers, self.node(source) * (frame or self.max_tokens_per_rank)
+        nodes each node's are a frame, given as `frame`."""
+        return source % self.peers, self.node(source) * self.frame_rows(frame)
 
     def shared_slice(self, tokens: int, rank: int) -> tuple[int, int]:
         """(first, number) of the `tokens` tokens that rank `rank` gives to the shared expert; (0, 0) without one."""
@@ -281,9 +285,9 @@ class EPConfig:
         """Rows to allocate for one dispatch output in the worst case; those of all blocks, where there are blocks."""
         if self.block_rows is not None:
             return self.groups * self.block_rows
-        tokens, rows = self.peers * self.max_tokens_per_peer, 1 if self.is_rank_major else self.top_k
+        rows = self.peers * self.max_tokens_per_peer * (1 if self.is_rank_major else self.top_k)
         shared = self.shared_slice(self.max_tokens_per_rank, 0)[1]
-        return max_rows(tokens * rows + shared, 1, self.groups, self.alignment)
+        return max_rows(rows + shared, self.groups, self.alignment)
 
     @property
     def arena(self) -> Arena:

@@ -279,7 +279,7 @@ class MoELayer(Connected):
         if self.capacity is not None or type(self.router) is not Router:
             return self.capacity
         entries = min(cfg.top_k, cfg.local_experts)
-        return max_rows(cfg.world_size * cfg.max_tokens_per_rank, entries, cfg.groups, cfg.alignment)
+        return max_rows(cfg.world_size * cfg.max_tokens_per_rank * entries, cfg.groups, cfg.alignment)
 
     def _scale_on_device(self) -> Tensor | None:
         """[1] float32 `input_scale`, written by the device, so also in a graph; None for none."""

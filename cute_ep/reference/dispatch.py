@@ -228,7 +228,7 @@ def _rail(cfg: EPConfig, sources: Sequence[Source]) -> Source:
     """The tokens of a rail's ranks, for each a frame, at its end without entries."""
     ids, weights, rows = [], [], []
     for source in sources:
-        more, given = (source.frame or cfg.max_tokens_per_rank) - source.tokens, source.router_weights
+        more, given = cfg.frame_rows(source.frame) - source.tokens, source.router_weights
         if given is None:
             given = torch.ones(source.topk_ids.shape, dtype=torch.float32, device=source.topk_ids.device)
         ids.append(_extended(lower_halves(source.topk_ids), more, -1))

@@ -102,7 +102,7 @@ def make_source(cfg: EPConfig, given: DispatchInput) -> Source:
 def check_frames(cfg: EPConfig, frame: int | None, others: Mapping[int, Source]) -> None:
     """EPInputError unless other ranks of a dispatch over nodes have this frame."""
     for peer, other in sorted(others.items()) if cfg.nodes > 1 else ():
-        own, theirs = (one or cfg.max_tokens_per_rank for one in (frame, other.frame))
+        own, theirs = map(cfg.frame_rows, (frame, other.frame))
         if own != theirs:
             raise EPInputError(f"frame = {own}: must be {theirs}, as in the dispatch of rank {peer}")
 

@@ -59,9 +59,9 @@ ROW_ALIGNMENTS = (1, 4, 8, 16, 64, 128)
 """Multiples to which a group's rows may be padded."""
 
 
-def max_rows(tokens: int, token_rows: int, groups: int, alignment: int) -> int:
-    """Most rows that one rank can have: `token_rows` for each token of all ranks, and each group's padding."""
-    return align_up(tokens * token_rows + groups * (alignment - 1), alignment)
+def max_rows(rows: int, groups: int, alignment: int) -> int:
+    """Most rows that one rank can have: those that tokens bring at most, and each group's padding."""
+    return align_up(rows + groups * (alignment - 1), alignment)
 
 
 def shared_slice(tokens: int, rank: int, world_size: int) -> tuple[int, int]:

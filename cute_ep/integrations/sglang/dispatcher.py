@@ -126,7 +126,7 @@ class CuteEPDispatcher(BaseDispatcher):
         masked, together = not get_is_extend_in_batch(), 0
         if masked:
             together = self._tokens_of_all(tokens)
-            room = max_rows(together, cfg.top_k, cfg.local_experts, ALIGNMENT)
+            room = max_rows(together * cfg.top_k, cfg.local_experts, ALIGNMENT)
         else:
             routes = count_routes(ids, cfg.num_experts, cfg.world_size)
             counts = ranks.exchange_counts(routes, cfg.num_experts, sms=_sms(), timeout_s=TIMEOUT_S)

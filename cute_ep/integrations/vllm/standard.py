@@ -131,7 +131,7 @@ class CuteEPStandard(CuteEPLayer):
     def _most_rows(self, tokens: int, rows: int) -> int:
         """Of this rank, where each rank has `tokens` tokens, each with as many rows here."""
         cfg = self._cfg
-        return max_rows(cfg.world_size * tokens, rows, cfg.groups, cfg.alignment)
+        return max_rows(cfg.world_size * tokens * rows, cfg.groups, cfg.alignment)
 
     def _is_first(self) -> bool:
         """Whether this call is the first of its micro-batch, in which vLLM must make room for all that comes later."""
