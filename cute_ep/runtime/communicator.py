@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPError, EPInputError, EPTimeout
+from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.flags import Flags
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.provenance import Origin
@@ -108,9 +107,9 @@ class Communicator(EPCommunicator):
         self._pdl = False  # whether the last launch lets the next one start early
         self._streams: set[int] = set()  # raw handles of the streams that were given work since `synchronize`
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
-        named = parts.first_rank
-        peers_named = (rank,) if cfg.skip_a2a else tuple(range(named, named + cfg.peers))
-        self._status = Status(named + rank, peers_named)
+        first = parts.first_rank
+        named = (rank,) if cfg.skip_a2a else tuple(range(first, first + cfg.peers))
+        self._status = Status(first + rank, named)
         layout = cfg.arena
         arena.store(int(layout.peers.offset), peers)
         group_arguments, wire = group_record(cfg, rank, arena.address, self._status.address), wire_record(cfg)
@@ -305,7 +304,7 @@ class Communicator(EPCommunicator):
         except BaseException:
             self._streams |= used
             raise
-        self._raise_failure()
+        self._status.raise_failure(self.flags)
         self._status.raise_input_error(self._looked())
 
     def take_input_errors(self) -> dict[Phase, tuple[int, int, int]]:
@@ -318,15 +317,6 @@ class Communicator(EPCommunicator):
             return find_behind(self.cfg, self.rank, self.arena.read(flag_bytes(self.cfg.arena), stream))
         finally:
             give_back(stream)
-
-    def _raise_failure(self) -> None:
-        """As `Status.raise_failure`, with the flags that are behind."""
-        try:
-            self._status.raise_failure()
-        except EPTimeout as timeout:
-            with suppress(EPError, RuntimeError):  # of a device that has failed
-                timeout.flags = self.flags()
-            raise
 
     def close(self) -> None:
         """Release the communicator's memory, once all kernels of the group have ended."""
@@ -383,7 +373,7 @@ class Communicator(EPCommunicator):
                 "rank takes part in its round; close the communicators of all ranks and connect again"
             )
         if self._status.failed:
-            self._raise_failure()
+            self._status.raise_failure(self.flags)
 
     def _check_planned_on(self, stream: int) -> None:
         """EPInputError where another stream, a raw handle, is current: on this one memory was prepared."""

@@ -82,7 +82,7 @@ def connect_local(
     if all(device.type == "cpu" for device in chosen):
         options.check_reference()
         return list(connect_reference(cfg))
-    Library(library)
+    found = Library(library)
     if any(device.type != "cuda" for device in chosen):
         raise EPConfigError(f"devices = {[str(device) for device in chosen]}: must be all CUDA or all cpu")
     check_one_node(cfg)
@@ -90,16 +90,18 @@ def connect_local(
     chosen = [torch.device("cuda", here if device.index is None else device.index) for device in chosen]
     for device in chosen:
         check_gpu("devices", device.index)
-    return connect_gpus(cfg, chosen, options)
+    return connect_gpus(cfg, chosen, options, found)
 
 
-def connect_gpus(cfg: EPConfig, devices: Sequence[torch.device], options: _Options) -> list[EPCommunicator]:
+def connect_gpus(
+    cfg: EPConfig, devices: Sequence[torch.device], options: _Options, found: Library
+) -> list[EPCommunicator]:
     """`connect_local` on GPUs, of arguments that were checked; nodes are then parts of this process."""
     if cfg.nodes > 1 and options.hooks != NO_HOOKS:
         raise EPConfigError(f"hooks = {options.hooks}: must be Hooks() over {cfg.nodes} nodes")
     if cfg.nodes > MAX_NODES:
         raise EPConfigError(f"ranks_per_node = {cfg.ranks_per_node}: must leave at most {MAX_NODES} nodes on GPUs")
-    found, node = Library(options.library), node_config(cfg) if cfg.nodes > 1 else cfg
+    node = node_config(cfg) if cfg.nodes > 1 else cfg
     sharing = Counter(devices)
     ctas = {device: _max_ctas(device, options.sms, ranks) for device, ranks in sharing.items()}  # nothing allocated yet
     enable_all_peers(sharing)

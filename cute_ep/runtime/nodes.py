@@ -7,7 +7,7 @@ rank's tokens. A combine is the node's partial combine, an exchange of its sums,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
@@ -17,7 +17,7 @@ from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPError, EPInputError, EPTimeout
+from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.flags import Flags
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.provenance import Origin
@@ -111,26 +111,22 @@ class NodesCommunicator(EPCommunicator):
     # ---- dispatch
 
     def _dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Dispatched:
-        return self._plan_dispatch(given, out).launch()
+        self._check_dispatch(given, out)
+        self._look(given)
+        with self._work(*_tensors(given), *_received(out)):
+            buffers = self.node.allocate() if out is None else out
+            rows, frame = self._prepare(given)
+            with self._sending():
+                self._exchange(given, rows, frame)
+                batch = self.node.dispatch(**_arguments(frame), out=buffers)
+                self.mail.free(Channel.FRAMES)
+                self._dispatches.count_fused()
+        sent = PendingDispatch(given.topk_ids, given.router_weights, batch.return_slices_log2, (), given.frame)
+        return NodesDispatched.received(batch.buffers, self.origin, sent, of_node=batch)
 
     def _plan_dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Plan[Dispatched]:
         self._check_dispatch(given, out)
-
-        def launch() -> Dispatched:
-            self._check_dispatch(given, out)
-            self._look(given)
-            with self._work(*_tensors(given), *_received(out)):
-                buffers = self.node.allocate() if out is None else out
-                rows, frame = self._prepare(given)
-                with self._sending():
-                    self._exchange(given, rows, frame)
-                    batch = self.node.dispatch(**_arguments(frame), out=buffers)
-                    self.mail.free(Channel.FRAMES)
-                    self._dispatches.count_fused()
-            sent = PendingDispatch(given.topk_ids, given.router_weights, batch.return_slices_log2, (), given.frame)
-            return NodesDispatched.received(batch.buffers, self.origin, sent, of_node=batch)
-
-        return Plan(launch)
+        return Plan(lambda: self._dispatch(given, out))
 
     def _check_dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> None:
         self._check_usable()
@@ -175,40 +171,33 @@ class NodesCommunicator(EPCommunicator):
             if not (scale is None or isinstance(scale, torch.Tensor)):
                 scale = torch.full((1,), scale, dtype=torch.float32, device=self.device)
             rows = quantize(given.x.contiguous(), cast("ScaledFormat", self.cfg.dispatch_format), scale)
-        return rows, self.mail.empty_frame(self._frame(given.frame))
+        return rows, self.mail.empty_frame(self.cfg.frame_rows(given.frame))
 
     def _exchange(self, given: DispatchInput, rows: QuantizedRows, into: Frame) -> None:
         """Send this rank's frame, and have all nodes'."""
-        frame = self._frame(given.frame)
+        frame = self.cfg.frame_rows(given.frame)
         self.mail.send_frame(rows, given.topk_ids, given.router_weights, frame)
         self.mail.unpack(into, frame)
-
-    def _frame(self, given: int | None) -> int:
-        return given or self.cfg.max_tokens_per_rank
 
     # ---- combine
 
     def _combine(
         self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
     ) -> torch.Tensor:
-        return self._plan_combine(rows, dispatched, mode, options).launch()
+        self._check_combine(rows, dispatched, mode)
+        with self._work(rows, options.out, *_returned(dispatched)):
+            out, out_type = self._output(rows, dispatched, mode, options)
+            with self._sending():
+                self._add(self._send_sums(rows, dispatched, mode), out, out_type)
+                self._combines.count_fused()
+        return out
 
     def _plan_combine(
         self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
     ) -> Plan[torch.Tensor]:
         self._check_combine(rows, dispatched, mode)
         check_sum(self.origin, rows, dispatched, mode, options)
-
-        def launch() -> torch.Tensor:
-            self._check_combine(rows, dispatched, mode)
-            with self._work(rows, options.out, *_returned(dispatched)):
-                out, out_type = self._output(rows, dispatched, mode, options)
-                with self._sending():
-                    self._add(self._send_sums(rows, dispatched, mode), out, out_type)
-                    self._combines.count_fused()
-            return out
-
-        return Plan(launch)
+        return Plan(lambda: self._combine(rows, dispatched, mode, options))
 
     def _check_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> None:
         self._check_usable()
@@ -225,7 +214,7 @@ class NodesCommunicator(EPCommunicator):
             raise EPInputError(f"dispatched = {type(dispatched).__name__}: must be what dispatch returned over nodes")
         if dispatched.topk_ids is not dispatched.stamp.topk_ids:
             raise EPInputError("dispatched.topk_ids: must be those of dispatch over nodes")
-        rows_of_frames = self.cfg.nodes * self._frame(dispatched.frame)
+        rows_of_frames = self.cfg.nodes * self.cfg.frame_rows(dispatched.frame)
         if of_node.topk_ids.shape[0] != rows_of_frames:
             given = of_node.topk_ids.shape[0] // self.cfg.nodes
             raise EPInputError(f"dispatched.frame = {dispatched.frame}: must be {given}, that of dispatch")
@@ -241,7 +230,6 @@ class NodesCommunicator(EPCommunicator):
     def _receive_combine(self, pending: PendingCombine, options: SumOptions) -> torch.Tensor:
         assert isinstance(pending, SentSums)
         dispatched, mode, rows = pending
-        check_sum(self.origin, rows, dispatched, mode, options)
         with self._work(options.out, pending.sums):
             out, out_type = self._output(rows, dispatched, mode, options)
             with self._sending():
@@ -262,12 +250,12 @@ class NodesCommunicator(EPCommunicator):
         assert isinstance(dispatched, NodesDispatched) and dispatched.of_node is not None
         pending = SentSums(dispatched, mode, rows)
         pending.sums = self.node.combine(rows, dispatched.of_node, mode=mode)
-        self.mail.send_sums(pending.sums, self._frame(dispatched.frame))
+        self.mail.send_sums(pending.sums, self.cfg.frame_rows(dispatched.frame))
         return pending
 
     def _add(self, pending: SentSums, out: torch.Tensor, out_type: OutputType) -> None:
         """The sums of all nodes for this rank's tokens."""
-        frame = self._frame(pending.dispatched.frame)
+        frame = self.cfg.frame_rows(pending.dispatched.frame)
         own = pending.sums[self.cfg.node(self.rank) * frame :]
         self.mail.add_sums(own, out, out_type, frame)
 
@@ -303,7 +291,7 @@ class NodesCommunicator(EPCommunicator):
 
     def _check_usable(self) -> None:
         self._check_open()
-        self._raise_failure()
+        self._status.raise_failure(self.flags)
         self.node._check_usable()
         if self._interrupted:
             raise EPError(f"rank {self.rank}: a call was interrupted while it was launched; close, and connect again")
@@ -311,15 +299,6 @@ class NodesCommunicator(EPCommunicator):
     def _check_open(self) -> None:
         if self._closed:
             raise EPError(f"rank {self.rank}: the communicator is closed")
-
-    def _raise_failure(self) -> None:
-        """As `Status.raise_failure`, with the node's flags that are behind."""
-        try:
-            self._status.raise_failure()
-        except EPTimeout as timeout:
-            with suppress(EPError, RuntimeError):  # of a device that has failed
-                timeout.flags = self.flags()
-            raise
 
     def synchronize(self) -> None:
         """Wait for this rank's work and raise what its kernels reported, of the mail first."""
@@ -333,7 +312,7 @@ class NodesCommunicator(EPCommunicator):
         except EPInputError as error:
             others.append(str(error).partition(": ")[2])
         finally:
-            self._raise_failure()
+            self._status.raise_failure(self.flags)
         self._status.raise_input_error(others)
 
     def take_input_errors(self) -> dict[Phase, tuple[int, int, int]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from cute_ep.api.errors import EPError, EPTimeout, raise_input_error
+from cute_ep.api.flags import Flags
 from cute_ep.layouts.maps.arena import MAX_SLICES, StateWord
 from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord, unpack_phase
 from cute_ep.runtime.driver import HostMemory
@@ -70,9 +72,10 @@ class Status:
         """Whether a wait of this rank has timed out, or a launch came out of order."""
         return any(self.memory.words[self._phases])
 
-    def raise_failure(self) -> None:
-        """EPTimeout when a wait has timed out: names the peers, the phase, the epochs expected and seen. EPError when a
-        fused launch has found a round that was sent and not received, or ranks have combined other batches."""
+    def raise_failure(self, flags: Callable[[], Flags] | None = None) -> None:
+        """EPTimeout when a wait has timed out: names the peers, the phase, the epochs expected and seen, and has the
+        rank's `flags` if they can be read. EPError when a fused launch has found a round that was sent and not
+        received, or ranks have combined other batches."""
         if not self.failed:
             return
         records = dict(zip(self.peers, self._records(), strict=False))
@@ -98,7 +101,10 @@ class Status:
             )
         details = [_missing(peer, record) for peer, record in missing.items()]
         phases = sorted({record.phase.name for record in missing.values()})
-        raise EPTimeout(" / ".join(phases), self.rank, tuple(missing), tuple(details))
+        behind = None
+        with suppress(EPError, RuntimeError):  # of a device that has failed
+            behind = None if flags is None else flags()
+        raise EPTimeout(" / ".join(phases), self.rank, tuple(missing), tuple(details), behind)
 
     def take_input_errors(self) -> dict[Phase, tuple[int, int, int]]:
         """What kernels have found wrong with this rank's input, and then forgotten: (index, expected, seen) of the

@@ -147,24 +147,17 @@ def test_many_rounds_that_nobody_synchronises(nodes: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
 def test_graphs_with_any_number_of_calls_are_replayed(calls: int) -> None:
-    """Also an odd number: rounds that follow each other then use the same memory. Before each replay all inputs are
-    those of another round of as many tokens, and outputs are poisoned."""
+    """Also an odd number: rounds that follow each other then use the same memory. Before each replay the tokens of each
+    rank change places, and outputs are poisoned."""
     with connected(config(2, 2)) as made:
         device = made[0].device
         if any(ep.device != device for ep in made):
             pytest.skip("one graph holds the calls of one GPU's ranks")
-        kinds = [Rounds(made, calls, [MOST]) for _ in range(2)]
-        for other in kinds[1].given:  # other tokens of the same rank and round: the last first
-            for one in other:
-                one["x"] = one["x"].flip(0)
-        xs = [[one["x"] for one in on] for on in kinds[1].given]
-        kinds[1].enqueue(0)  # first use of everything
-        for ep in made:
-            ep.synchronize()
-        static = [[{name: t.clone() for name, t in one.items()} for one in on] for on in kinds[0].given]
-        buffers = [
-            [poisoned_buffers(ep, int(b.num_rows)) for ep, b in zip(made, w, strict=True)] for w in kinds[0].want
-        ]
+        rounds = Rounds(made, calls, [MOST])
+        rounds.enqueue(0)  # first use of everything
+        rounds.check()
+        static = [[{name: t.clone() for name, t in one.items()} for one in on] for on in rounds.given]
+        buffers = [[poisoned_buffers(ep, int(b.num_rows)) for ep, b in zip(made, w, strict=True)] for w in rounds.want]
         home = [[torch.empty_like(one["x"]) for one in on] for on in static]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -174,20 +167,21 @@ def test_graphs_with_any_number_of_calls_are_replayed(calls: int) -> None:
                     for rank, ep in enumerate(made)
                 ]
                 for rank, ep in enumerate(made):
-                    ep.combine(kinds[0].rows[number][rank], batches[rank], out=home[number][rank])
+                    ep.combine(rounds.rows[number][rank], batches[rank], out=home[number][rank])
             for ep in made:
                 torch.cuda.current_stream().wait_stream(ep.stream)
         for turn in range(20):
             for number in range(calls):
                 for rank in range(len(made)):
-                    static[number][rank]["x"].copy_(xs[number][rank] if turn % 2 else kinds[0].given[number][rank]["x"])
+                    x = rounds.given[number][rank]["x"]
+                    static[number][rank]["x"].copy_(x.flip(0) if turn % 2 else x)
                     poison(home[number][rank])
                     poison(buffers[number][rank].tokens)
             graph.replay()
             for ep in made:
                 ep.synchronize()
             for number in range(calls):
-                check_replay(made, static[number], buffers[number], home[number], kinds[0].rows[number])
+                check_replay(made, static[number], buffers[number], home[number], rounds.rows[number])
 
 
 def check_replay(made: list, given: list[dict], buffers: list, home: list, rows: list) -> None:
