@@ -45,18 +45,17 @@ def sms_of(devices: Sequence[str], share: int) -> int | None:
 
 
 class Batch:
-    """One batch on all ranks: inputs, what dispatch must make of them, and made-up expert rows with their sums.
-
-    The last rank's tokens stay at home: it waits for nobody in combine, and is ahead of all others if nothing holds it.
-    """
+    """One batch on all ranks: inputs, what dispatch must make of them, and made-up expert rows with their sums. The
+    last rank's tokens, if it has any, stay at home."""
 
     def __init__(self, communicators: Sequence[Communicator], case: Case, number: int, seed: int) -> None:
         self.cfg, ranks = communicators[0].cfg, len(communicators)
         self.number, oracle = number, communicators[0].device
         columns: list[list[torch.Tensor]] = [[], [], []]
         for rank in range(ranks):
-            tokens = min(TOKENS[case.tokens][(number + 2 * rank) % 7], self.cfg.max_tokens_per_rank)
-            routing = "one_rank" if rank == ranks - 1 else ROUTINGS[(number + rank) % len(ROUTINGS)]
+            last = 0 < rank == ranks - 1
+            tokens = 0 if last and case.idle else TOKENS[case.tokens][(number + 2 * rank) % 7]
+            routing = "one_rank" if last else ROUTINGS[(number + rank) % len(ROUTINGS)]
             inputs = make_rank_inputs(self.cfg, rank, tokens, routing, seed + number)
             for column, tensor in zip(columns, vars(inputs).values(), strict=True):
                 column.append(tensor.to(oracle))

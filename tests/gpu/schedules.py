@@ -73,6 +73,8 @@ class Case:
         fmt: dispatch format.
         rounds: batches.
         slow: rank 0 launches one CTA, and so reads long after its peers have sent.
+        idle: the last rank has no tokens. It waits for nobody in combine, so it is ahead of all others if nothing
+            holds it.
         streams: dispatches on one stream, combines on another, with an event between a batch's; ranks with a GPU each.
         crossed: in the last combine rank 0 gives back the first batch, and the others the last one.
         by_rank: all calls of a rank are enqueued before any of the next one's; otherwise call after call on all ranks.
@@ -83,6 +85,7 @@ class Case:
     fmt: str = "bf16"
     rounds: int = 9
     slow: bool = False
+    idle: bool = False
     streams: bool = False
     crossed: bool = False
     by_rank: bool = True
@@ -93,8 +96,8 @@ CASES = {
     "ahead": Case("ahead", fmt="nvfp4_row"),
     "two ahead": Case("two ahead"),
     "dispatches": Case("dispatches", fmt="nvfp4_row"),
-    "combines": Case("combines", "many", slow=True),
-    "combines of few": Case("combines", "few"),
+    "combines": Case("combines", "many", slow=True, idle=True),
+    "combines of few": Case("combines", "few", idle=True),
     "split": Case("split", "many", slow=True),
     "split of few": Case("split", "few", fmt="nvfp4_row"),
     "split of both": Case("split", by_rank=False),
