@@ -274,7 +274,7 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
         f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing. {STANDING_TEXT} "
         f"Unless a run says otherwise: {software_text(main)}.",
         f"`python -m perf.tables {file}` prints other sizes, shapes and routings, tails, SM budgets, SwiGLU, and all "
-        "libraries, of which only the first table here has more than the fastest.",
+        "libraries.",
         f"The times of other libraries: {PEERS_TEXT}." if main["peers"] else "",
     ]
     for name in runs:
