@@ -28,13 +28,14 @@ from cute_ep.reference.backend import connect_reference
 from cute_ep.reference.processes import connect_processes
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.driver import close_handle, enable_all_peers, has_clusters, open_handle, resident_ctas
-from cute_ep.runtime.gpus import FEW_FREE_SMS, check_gpu, sm_budget
-from cute_ep.runtime.join_nodes import join_nodes
+from cute_ep.runtime.gpus import FEW_FREE_SMS, check_gpu, sm_budget, sms_over_nodes
+from cute_ep.runtime.join_nodes import join_nodes, join_rail
 from cute_ep.runtime.local_kernels import load_local_kernels
 from cute_ep.runtime.meeting import Meeting
-from cute_ep.runtime.nodes import node_config
+from cute_ep.runtime.nodes import NodesCommunicator, node_config
 from cute_ep.runtime.parts import RankParts, load_kernels, make_arena, unload_kernels
-from cute_ep.runtime.places import Place, check_initialised, check_member, check_one_node, check_places
+from cute_ep.runtime.places import Place, check_initialised, check_member, check_places
+from cute_ep.runtime.rails.nccl_library import NcclLibrary
 from cute_ep.tuning.file import find_tuning
 from cute_ep.tuning.launch_shape import Tuning
 
@@ -85,7 +86,6 @@ def connect_local(
     found = Library(library)
     if any(device.type != "cuda" for device in chosen):
         raise EPConfigError(f"devices = {[str(device) for device in chosen]}: must be all CUDA or all cpu")
-    check_one_node(cfg)
     here = torch.cuda.current_device()
     chosen = [torch.device("cuda", here if device.index is None else device.index) for device in chosen]
     for device in chosen:
@@ -97,11 +97,7 @@ def connect_gpus(
     cfg: EPConfig, devices: Sequence[torch.device], options: _Options, found: Library
 ) -> list[EPCommunicator]:
     """`connect_local` on GPUs, of arguments that were checked; nodes are then parts of this process."""
-    if cfg.nodes > 1 and options.hooks != NO_HOOKS:
-        raise EPConfigError(f"hooks = {options.hooks}: must be Hooks() over {cfg.nodes} nodes")
-    if cfg.nodes > MAX_NODES:
-        raise EPConfigError(f"ranks_per_node = {cfg.ranks_per_node}: must leave at most {MAX_NODES} nodes on GPUs")
-    node = node_config(cfg) if cfg.nodes > 1 else cfg
+    node = _on_gpus(cfg, options.hooks)
     sharing = Counter(devices)
     ctas = {device: _max_ctas(device, options.sms, ranks) for device, ranks in sharing.items()}  # nothing allocated yet
     enable_all_peers(sharing)
@@ -142,6 +138,17 @@ def connect_gpus(
     return list(open_ranks)
 
 
+def _on_gpus(cfg: EPConfig, hooks: Hooks) -> EPConfig:
+    """The configuration of one node; EPConfigError for what nodes on GPUs do not bring."""
+    if cfg.nodes == 1:
+        return cfg
+    if hooks != NO_HOOKS:
+        raise EPConfigError(f"hooks = {hooks}: must be Hooks() over {cfg.nodes} nodes")
+    if cfg.nodes > MAX_NODES:
+        raise EPConfigError(f"ranks_per_node = {cfg.ranks_per_node}: must leave at most {MAX_NODES} nodes on GPUs")
+    return node_config(cfg)
+
+
 @contextmanager
 def connected(cfg: EPConfig, devices: Sequence[str | torch.device], **options: Any) -> Iterator[list]:
     """What `connect_local` returns, all of them closed at the end; arguments and errors are the same."""
@@ -167,18 +174,20 @@ def connect(
     The ranks meet through the group's store, so it is no collective of the group itself. Groups of the same ranks
     connect in the same order on all of them, also from several threads.
 
-    Memory is exchanged by CUDA IPC, so all ranks must be on one machine. Where no rank has a GPU it is the reference
-    backend, on the CPU (`cute_ep.reference.processes`), whose calls wait for their results.
+    Memory is exchanged by CUDA IPC, so the ranks of a node must be on one machine; between nodes NCCL carries tokens
+    and sums (docs/nodes.md). Where no rank has a GPU it is the reference backend, on the CPU
+    (`cute_ep.reference.processes`), whose calls wait for their results.
 
     Args:
         cfg: the group's configuration; must be the same on every rank.
         group: an initialised process group of `world_size` ranks; None: the default group.
-        sms, library, hooks, tuning: as in `connect_local`; ranks may have different `tuning`.
+        sms, library, hooks, tuning: as in `connect_local`; ranks may have different `tuning`. Over nodes `sms` leave
+            FREE_SMS to NCCL.
 
     Raises:
         EPConfigError: there is no process group, the group's size or another rank's configuration differs, two ranks
-            are on one GPU or on two machines, only some ranks have a GPU, an option breaks its rule, or a damaged file
-            of `cute-ep tune`.
+            are on one GPU, two of a node on two machines, only some ranks have a GPU, PyTorch has no NCCL for several
+            nodes, an option breaks its rule, or a damaged file of `cute-ep tune`.
         VariantMissing: a kernel is not in the library.
         EPError: another rank could not connect, did not come within the process group's timeout, ended, or took more
             than half an hour from then on; says which and why. Meanwhile the logger `cute_ep` warns of a long wait.
@@ -211,17 +220,21 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
         if not torch.cuda.device_count():
             options.check_reference()
             return Place.of(cfg, None), None
-        check_one_node(cfg)
+        node, sms = _on_gpus(cfg, options.hooks), options.sms
         device = torch.device("cuda", torch.cuda.current_device())
-        most = _max_ctas(device, options.sms, 1)
-        found = options.tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world, most)
+        if cfg.nodes > 1:
+            NcclLibrary.loaded()
+            sms = sms_over_nodes(device, sms)
+        most = _max_ctas(device, sms, 1)
+        found = options.tuning or find_tuning(node, torch.cuda.get_device_name(device), node.world_size, most)
         return Place.of(cfg, device), (device, _Share(most, found))
 
     def prepare() -> tuple[RankParts, ExitStack]:
         with ExitStack() as undo:
             found = Library(options.library)
             load_local_kernels([device.index], found)
-            return _prepare_rank(Origin(cfg, rank, device, options.hooks), share, found, undo), undo.pop_all()
+            who = Origin(node, place, device, options.hooks)
+            return _prepare_rank(who, share, found, undo, first_rank=first), undo.pop_all()
 
     def map_peers() -> tuple[dict[int, int], ExitStack]:
         with ExitStack() as undo:
@@ -231,7 +244,7 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
                 undo.callback(close_handle, device, mapped[peer])
             return mapped, undo.pop_all()
 
-    def release(communicator: Communicator) -> None:
+    def release(_: EPCommunicator) -> None:
         """Collective: unmap and free once all kernels of every rank have ended, those that gave up a wait included;
         keep all memory when some rank does not come or its device failed, whose error is raised once the others
         know."""
@@ -240,7 +253,12 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             failure = error
-        keep = any(meeting.gather(failure is not None, patience, "close"))
+        keep = True
+        try:
+            keep = any(meeting.gather(failure is not None, patience, "close"))
+        finally:
+            if rail is not None:
+                rail.leave(patience, abort=keep)
         if failure is not None:
             raise failure
         if not keep:
@@ -257,24 +275,33 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
     if gpu is None:
         return connect_processes(cfg, rank, meeting.on_all_ranks)
     device, share = gpu
+    node, place = (cfg, rank) if cfg.nodes == 1 else (node_config(cfg), cfg.place(rank)[0])
+    first, rail = rank - place, None
     (parts, own), handles = meeting.on_all_ranks(
         prepare, lambda made: made[0].arena.handle(), lambda made: made[1].close(), "load kernels and allocate memory"
     )
-    peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in enumerate(handles) if peer != rank}
-    layout = cfg.arena
+    of_node = dict(enumerate(handles[first : first + node.peers]))
+    peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in of_node.items() if peer != place}
+    layout = node.arena
     try:
         (mapped, mappings), _ = meeting.on_all_ranks(
             map_peers, undo=lambda made: made[1].close(), doing="map the memory of its peers"
         )
         theirs = {peer: address + layout.begin(peer) for peer, address in mapped.items()}
         here = parts.arena.address
-        addresses = [here] if cfg.skip_a2a else [theirs.get(peer, here) for peer in range(world)]
+        addresses = [here] if cfg.skip_a2a else [theirs.get(peer, here) for peer in range(node.peers)]
         try:
             communicator, _ = meeting.on_all_ranks(
                 lambda: Communicator(parts, addresses, group=meeting, release=release),
                 undo=lambda made: made.free(),
                 doing="finish connecting",
             )
+            try:
+                if cfg.nodes > 1:
+                    rail = join_rail(cfg, communicator, Library(options.library), meeting)
+            except Exception:
+                communicator.free()
+                raise
         except Exception:
             mappings.close()
             raise
@@ -282,7 +309,9 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
         meeting.wait(patience, "unmap memory")
         own.close()
         raise
-    return communicator
+    if rail is None:
+        return communicator
+    return NodesCommunicator(communicator, rail.mail, rail.status, release=release)
 
 
 @dataclass(frozen=True)

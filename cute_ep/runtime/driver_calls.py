@@ -138,6 +138,11 @@ def create_stream() -> int:
     return int(check(driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))))
 
 
+def relax_capture() -> None:
+    """Let the calling thread use the device while another thread captures a graph."""
+    check(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+
+
 # ---- memory
 
 

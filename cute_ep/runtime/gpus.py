@@ -27,6 +27,16 @@ def sm_budget(device: str | torch.device, sms: int | None) -> int:
     return sms or have
 
 
+def sms_over_nodes(device: torch.device, sms: int | None) -> int:
+    """`sms`, which leave FREE_SMS to NCCL's exchanges between nodes, or as many as do; EPConfigError for more."""
+    have = sm_budget(device, None)
+    if sms is not None and have - FREE_SMS < sms <= have:
+        raise EPConfigError(
+            f"sms = {sms}: must be at most {have - FREE_SMS} over nodes, which leaves {FREE_SMS} of {have} SMs to NCCL"
+        )
+    return sm_budget(device, max(1, have - FREE_SMS) if sms is None else sms)
+
+
 def sms_beside_nccl(device: torch.device) -> int | None:
     """`sms` of `connect` where NCCL kernels run on other streams, as FSDP's and DDP's do: all of the GPU but FREE_SMS.
     None on a CPU. A call that waits with CTAs on every SM would keep out a collective that its peer has before its

@@ -1,9 +1,10 @@
-"""Several nodes in one process: what makes the communicators of nodes those of ranks over all of them."""
+"""What makes the communicators of nodes those of ranks over all of them, in one process or with one a rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 
@@ -11,14 +12,19 @@ from cute_ep.aot.library import Library
 from cute_ep.api.config import EPConfig
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.arena import StateWord
+from cute_ep.layouts.maps.mail import Channel
 from cute_ep.layouts.maps.variants import MAIL_KERNELS, QUANTIZE_KERNEL
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.driver import DeviceMemory, Kernel, architecture, on_device
 from cute_ep.runtime.local_kernels import local_kernel
 from cute_ep.runtime.mail import MailParts, RankMail
+from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.nodes import NodesCommunicator
 from cute_ep.runtime.parts import unload_kernels
+from cute_ep.runtime.rails.nccl import NcclRail
+from cute_ep.runtime.rails.nccl_library import NcclLibrary
 from cute_ep.runtime.rails.peers import PeerStores
+from cute_ep.runtime.rails.watch import Watch
 from cute_ep.runtime.status import Status
 
 
@@ -52,13 +58,10 @@ def join_nodes(
     rails: list[list[RankMail]] = [[] for _ in range(cfg.peers)]
     made: list[EPCommunicator] = []
     for rank, node in enumerate(ranks):
-        peer, _ = cfg.place(rank)
-        rail = tuple(range(peer, cfg.world_size, cfg.peers))
-        status = Status(rank, rail)
-        undo.callback(status.free)
+        status = _rail_status(cfg, rank, undo)
         parts = _mail_parts(cfg, node, status, library, undo)
         mail = RankMail(parts, PeerStores())
-        rails[peer].append(mail)
+        rails[cfg.place(rank)[0]].append(mail)
         made.append(NodesCommunicator(node, mail, status, release=release))
     for rail_mails in rails:
         for mail in rail_mails:
@@ -66,6 +69,74 @@ def join_nodes(
     for node in ranks:
         torch.cuda.synchronize(node.device)
     return made
+
+
+@dataclass(frozen=True)
+class Rail:
+    """A rank's part of its rail over NCCL.
+
+    Attributes:
+        memory: gives back the mail's memory and kernels.
+    """
+
+    mail: RankMail
+    status: Status
+    engine: NcclRail
+    memory: ExitStack
+    watch: Watch
+
+    def leave(self, patience: float, *, abort: bool) -> None:
+        """End it, after all work of all ranks has ended; `abort`: without the others, which may still run. Memory that
+        NCCL may still use stays."""
+        self.watch.stop()
+        if abort:
+            self.engine.give_up()
+        elif self.engine.close(patience):
+            self.memory.close()
+
+
+def join_rail(cfg: EPConfig, node: Communicator, library: Library, meeting: Meeting) -> Rail:
+    """This process's part of its rail; collective over the ranks of the meeting.
+
+    Args:
+        node: the communicator of the own node.
+    """
+    rank, nccl = meeting.rank, NcclLibrary.loaded()
+    peer, number = cfg.place(rank)[0], cfg.node(rank)
+
+    def prepare() -> tuple[Rail, list[bytes]]:
+        with ExitStack() as undo:
+            status = _rail_status(cfg, rank, undo)
+            parts = _mail_parts(cfg, node, status, library, undo)
+            engine = NcclRail(nccl, node.device, parts.abort)
+            watch = Watch(engine, status, meeting, failed=lambda: status.failed or node.failed, timeout_s=cfg.timeout_s)
+            made = Rail(RankMail(parts, engine), status, engine, undo.pop_all(), watch)
+            return made, [nccl.unique_id() for _ in Channel] if number == 0 else []
+
+    def start() -> None:
+        """What NCCL has done before a failure stays as it is, and so does the memory."""
+        try:
+            rail.engine.connect(shared[peer], number, cfg.nodes)  # ids of the rail's rank of node 0
+            rail.engine.introduce(rail.mail)
+            rail.engine.exchange_all(rail.mail)
+        except BaseException:
+            rail.engine.give_up()
+            raise
+
+    (rail, _), shared = meeting.on_all_ranks(
+        prepare, lambda made: made[1], lambda made: made[0].memory.close(), "prepare its mail"
+    )
+    meeting.on_all_ranks(start, undo=lambda _: rail.engine.give_up(), doing="connect the nodes by NCCL")
+    rail.watch.start()
+    return rail
+
+
+def _rail_status(cfg: EPConfig, rank: int, undo: ExitStack) -> Status:
+    """A rank's records, one for each rank of its rail."""
+    peer, _ = cfg.place(rank)
+    status = Status(rank, tuple(range(peer, cfg.world_size, cfg.peers)))
+    undo.callback(status.free)
+    return status
 
 
 def _mail_parts(cfg: EPConfig, node: Communicator, status: Status, library: Library, undo: ExitStack) -> MailParts:

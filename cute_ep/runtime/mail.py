@@ -16,7 +16,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.row_tensors import QuantizedRows, payload_columns, payload_dtype, scale_dtype
 from cute_ep.layouts.maps.arena import LL_BYTES
 from cute_ep.layouts.maps.launch import PIECE_BYTES, WARPS
-from cute_ep.layouts.maps.mail import HEADER_BYTES, Channel, Piece, RoundWord, Routes, sums_bytes
+from cute_ep.layouts.maps.mail import HEADER_BYTES, PARITIES, Channel, Piece, RoundWord, Routes, sums_bytes
 from cute_ep.layouts.maps.mail_arguments import (
     AwaitMailArgs,
     MailGroup,
@@ -37,6 +37,8 @@ from cute_ep.torch_internals import current_stream
 
 ENTRIES_OF_CTA = 2048
 """Entries of a frame for which a further CTA is worth its launch."""
+FOREVER = 1 << 62
+"""A round that never comes."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Put(NamedTuple):
         source: of what goes to node 0's rank in rounds of parity 0.
         step: from there to what goes to the next node's; 0 where all get the same.
         to: where it goes in the map of each.
+        to_step: from there to where that of the next node's rank goes.
         source_turn, to_turn: to those of rounds of parity 1.
     """
 
@@ -68,17 +71,32 @@ class Put(NamedTuple):
     source: int
     step: int
     to: int
+    to_step: int
     nbytes: int
     source_turn: int = 0
     to_turn: int = 0
 
 
 class Engine(Protocol):
-    """What brings pieces of mail to the other ranks of a rail, in stream order."""
+    """What brings pieces of mail to the other ranks of a rail, in stream order.
+
+    Attributes:
+        queued: whether the host says where a piece goes when it queues the put, as for a library. Sums then land by
+            turns in the order of the host's calls; else kernels choose the landing by the parity of the round, which
+            also graphs count that are replayed.
+    """
+
+    queued: bool
 
     def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
         """Bring each piece of this rank's mail, of the round that was packed last, to every other node's rank, and then
         the round to the piece's word of `arrived` there. What comes behind on the stream may write to the sources."""
+
+    def free(self, mail: RankMail, channel: Channel) -> None:
+        """Tell every other node's rank that this rank has read what came, after all that is on the stream."""
+
+    def begun(self, channel: Channel) -> int:
+        """Address of the host-visible word for the round that was packed last; 0: nobody asks."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +129,17 @@ class RankMail:
         self.node, self.memory = parts.cfg.node(parts.rank), parts.memory
         self.base = parts.memory.data_ptr()
         self._first_expert = self.node * parts.cfg.peers * parts.cfg.local_experts
+        self._sums_sent = 0
 
     def introduce(self, mails: Sequence[int]) -> None:
-        """Tell the kernels where the map of each node's rank is, as mapped here."""
+        """Tell the kernels where the map of each node's rank is, as mapped here, or the memory that stands for it."""
         at = self.map.mails
         self._view(at.at(), LL_BYTES * len(mails), torch.int64).copy_(torch.tensor(mails, device="cpu"))
+
+    def wait_for_nobody(self) -> None:
+        """Let no kernel wait for a word, where the stream itself waits for the engine: headers are compared."""
+        for region in (self.map.arrived, self.map.free):
+            self._view(region.at(), int(region.nbytes), torch.int64).fill_(FOREVER)
 
     # ---- frames
 
@@ -140,9 +164,8 @@ class RankMail:
     ) -> None:
         """Pack this rank's tokens, put them, and wait for those of the other nodes' ranks."""
         cfg, at, routes = self.cfg, self.map, self._routes(frame)
-        tokens = topk_ids.shape[0]
-        pieces = at.pieces(frame, routes)
-        begins = {piece: self.base + begin + self.node * step for piece, begin, step, _ in pieces}
+        tokens, puts = topk_ids.shape[0], self.frame_puts(frame)
+        begins = {one.piece: self.base + one.source for one in puts}
         self._launch(
             "pack_frame",
             PackFrameArgs(
@@ -168,15 +191,17 @@ class RankMail:
             ),
             max(-(-tokens // WARPS), -(-frame * cfg.top_k // ENTRIES_OF_CTA)),
         )
-        own = [
-            Put(piece, begin + self.node * step, 0, begin + self.node * step, nbytes)
-            for piece, begin, step, nbytes in pieces
-        ]
-        self.engine.put(self, Channel.FRAMES, own)
-        words = words_of(own)
+        self.engine.put(self, Channel.FRAMES, puts)
         headers = self.base + at.routes.at()
-        awaited = AwaitMailArgs(self._group(Channel.FRAMES), words, headers, at.routes.stride[0], 0, frame)
+        awaited = AwaitMailArgs(self._group(Channel.FRAMES), words_of(puts), headers, at.routes.stride[0], 0, frame)
         self._launch("await_frames", awaited, 1)
+
+    def frame_puts(self, frame: int) -> list[Put]:
+        """What travels of this rank's frame."""
+        return [
+            Put(piece, begin + self.node * step, 0, begin + self.node * step, step, nbytes)
+            for piece, begin, step, nbytes in self.map.pieces(frame, self._routes(frame))
+        ]
 
     def unpack(self, into: Frame, frame: int) -> None:
         """Fill what `empty_frame` made: the frames that have come, until they are freed."""
@@ -202,33 +227,40 @@ class RankMail:
 
     # ---- sums
 
-    def send_sums(self, sums: torch.Tensor, frame: int) -> None:
-        """Pack the own node's [nodes * F, hidden] sums, and put each node's."""
-        at, nbytes = self.map, sums_bytes(frame, self.cfg.hidden)
-        begin, turn, step = at.sent_sums.at(), at.sent_sums.stride[0], at.sent_sums.stride[1]
+    def send_sums(self, sums: torch.Tensor, frame: int) -> int:
+        """Pack the own node's [nodes * F, hidden] sums, and put each node's. Returns their landing, for `add_sums`."""
+        landing = self._sums_sent % PARITIES if self.engine.queued else 0
+        put = self.sums_put(frame, landing)
         self._launch(
             "pack_sums",
             PackSumsArgs(
                 group=self._group(Channel.SUMS),
                 sums=sums.data_ptr(),
-                out=self.base + begin,
-                pitch=step,
-                turn=turn,
+                out=self.base + put.source,
+                pitch=put.step,
+                turn=put.source_turn,
                 frame=frame,
                 vectors=self.cfg.hidden // 8,
             ),
             -(-frame // WARPS),
         )
-        to = at.sums.at(0, self.node)
-        piece = Put(Piece.ROUTES, begin, step, to, nbytes, source_turn=turn, to_turn=at.sums.stride[0])
-        self.engine.put(self, Channel.SUMS, [piece])
+        self.engine.put(self, Channel.SUMS, [put])
+        self._sums_sent += 1
+        return landing
 
-    def add_sums(self, own: torch.Tensor, out: torch.Tensor, out_type: OutputType, frame: int) -> None:
+    def sums_put(self, frame: int, landing: int) -> Put:
+        """What travels of the sums that this rank's node has made. `landing`: the first one."""
+        source, to, nbytes = self.map.sent_sums, self.map.sums, sums_bytes(frame, self.cfg.hidden)
+        turns = [0 if self.engine.queued else region.stride[0] for region in (source, to)]
+        return Put(
+            Piece.ROUTES, source.at(landing), source.stride[1], to.at(landing, self.node), to.stride[1], nbytes, *turns
+        )
+
+    def add_sums(self, own: torch.Tensor, out: torch.Tensor, out_type: OutputType, frame: int, landing: int) -> None:
         """Wait for the other nodes' sums of the oldest round that was not received, write all nodes' sum into `out`
-        [T, hidden], and free them. `own`: [T, hidden] of the own node."""
-        at = self.map
-        headers, tokens = self.base + at.sums.at(), out.shape[0]
-        turn, pitch = at.sums.stride[0], at.sums.stride[1]
+        [T, hidden], and free them. `own`: [T, hidden] of the own node; `landing`: what `send_sums` returned."""
+        put, tokens = self.sums_put(frame, landing), out.shape[0]
+        headers, turn, pitch = self.base + self.map.sums.at(landing), put.to_turn, put.to_step
         awaited = AwaitMailArgs(self._group(Channel.SUMS), 1 << Piece.ROUTES, headers, pitch, turn, frame)
         self._launch("await_sums", awaited, 1)
         slices = slices_log2(tokens, 2 * self.cfg.hidden, self.parts.max_ctas * WARPS) if tokens else 0
@@ -252,7 +284,7 @@ class RankMail:
 
     def free(self, channel: Channel) -> None:
         """Tell the other nodes' ranks that this rank has read what came, once it has."""
-        self.signal(channel, self.map.free.at(channel, self.node), 1, RoundWord.RECEIVED)
+        self.engine.free(self, channel)
 
     def signal(self, channel: Channel, word: int, words: int, count: RoundWord) -> None:
         """Store how many rounds there are in words of the other nodes' ranks, the first of which is `word` bytes into
@@ -289,6 +321,7 @@ class RankMail:
             rounds=self.base + at.rounds.at(channel),
             arrived=self.base + at.arrived.at(channel),
             free=self.base + at.free.at(channel),
+            begun=self.engine.begun(channel),
         )
 
     def _launch(self, kernel: str, arguments: Fields, ctas: int) -> None:

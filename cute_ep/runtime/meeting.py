@@ -145,6 +145,17 @@ class Meeting:
                 raise
         return [pickle.loads(part) for part in parts]
 
+    def post(self, name: str, text: str) -> None:
+        """Leave a word for the others, at any time and from any thread. No method waits for it."""
+        with self._store_works():
+            self._store.set(f"posted/{name}/{self.rank}", text)
+
+    def posted(self, name: str, rank: int) -> str:
+        """What a rank has posted last under a name; "": nothing."""
+        key = f"posted/{name}/{rank}"
+        with self._store_works():
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+
     def wait(self, seconds: float, doing: str = "connect") -> None:
         """Until every rank is here. EPError as of `gather`."""
         self.gather(None, seconds, doing)

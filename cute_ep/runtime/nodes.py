@@ -70,9 +70,10 @@ class NodesPending(PendingDispatch):
 
 
 class SentSums(PendingCombine):
-    """A combine over nodes that was sent: the own node's sums of all nodes."""
+    """A combine over nodes that was sent: the own node's sums of all nodes, and where those of the others land."""
 
     sums: torch.Tensor
+    landing: int
 
 
 class NodesCommunicator(EPCommunicator):
@@ -250,14 +251,14 @@ class NodesCommunicator(EPCommunicator):
         assert isinstance(dispatched, NodesDispatched) and dispatched.of_node is not None
         pending = SentSums(dispatched, mode, rows)
         pending.sums = self.node.combine(rows, dispatched.of_node, mode=mode)
-        self.mail.send_sums(pending.sums, self.cfg.frame_rows(dispatched.frame))
+        pending.landing = self.mail.send_sums(pending.sums, self.cfg.frame_rows(dispatched.frame))
         return pending
 
     def _add(self, pending: SentSums, out: torch.Tensor, out_type: OutputType) -> None:
         """The sums of all nodes for this rank's tokens."""
         frame = self.cfg.frame_rows(pending.dispatched.frame)
         own = pending.sums[self.cfg.node(self.rank) * frame :]
-        self.mail.add_sums(own, out, out_type, frame)
+        self.mail.add_sums(own, out, out_type, frame, pending.landing)
 
     # ---- the rest
 

@@ -74,14 +74,6 @@ class Place:
         return cls(cfg, machine(), None if device is None else str(torch.cuda.get_device_properties(device).uuid))
 
 
-def check_one_node(cfg: EPConfig) -> None:
-    """EPConfigError for several nodes."""
-    if cfg.nodes > 1:
-        raise EPConfigError(
-            f"ranks_per_node = {cfg.ranks_per_node}: must be None on GPUs; several nodes run on the CPU"
-        )
-
-
 def check_places(rank: int, places: Sequence[Place]) -> None:
     """EPConfigError unless all ranks have rank `rank`'s configuration, those of its node its machine, and each a GPU of
     its own. On the CPU all are on one machine."""

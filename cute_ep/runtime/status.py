@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cute_ep.api.errors import EPError, EPTimeout, raise_input_error
 from cute_ep.api.flags import Flags
 from cute_ep.layouts.maps.arena import MAX_SLICES, StateWord
-from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord, unpack_phase
+from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord, pack_phase, unpack_phase
 from cute_ep.runtime.driver import HostMemory
 
 ORDER_OPERATIONS = {StateWord.DISPATCH_SEND_EPOCH: "dispatch", StateWord.COMBINE_SEND_EPOCH: "combine"}
@@ -71,6 +71,15 @@ class Status:
     def failed(self) -> bool:
         """Whether a wait of this rank has timed out, or a launch came out of order."""
         return any(self.memory.words[self._phases])
+
+    def report(self, peer: int, phase: Phase, index: int, expected: int, seen: int) -> None:
+        """A record of a wait for rank `peer` that was in vain, as a kernel makes it; nothing where there is one."""
+        at = len(StatusWord) * self.peers.index(peer)
+        if not self.memory.words[at + StatusWord.PHASE]:
+            words = {StatusWord.INDEX: index, StatusWord.EXPECTED: expected, StatusWord.SEEN: seen}
+            for word, value in words.items():
+                self.memory.words[at + word] = value
+            self.memory.words[at + StatusWord.PHASE] = pack_phase(phase, 0)
 
     def raise_failure(self, flags: Callable[[], Flags] | None = None) -> None:
         """EPTimeout when a wait has timed out: names the peers, the phase, the epochs expected and seen, and has the

@@ -67,8 +67,8 @@ class Place:
 
     @cute.jit
     def finish(self, alive: Boolean, epoch: Int64, headers: Int64, pitch: Int64, frame: Int32) -> None:
-        """Count this CTA out; the last one, if all were alive and none has failed since, writes the headers and counts
-        the round as sent. `headers`: of node 0's mail; `pitch`: 0 where there is one header."""
+        """Count this CTA out; the last one, if all were alive and none has failed since, writes the headers, counts
+        the round as sent and tells the host. `headers`: of node 0's mail; `pitch`: 0 where there is one header."""
         cute.arch.sync_threads()
         ctas = cute.arch.grid_dim()[0]
         last, complete = count_exit(self.round_word(RoundWord.DONE), ctas, alive, Boolean(False), self.tid)
@@ -79,6 +79,8 @@ class Place:
                 gHeader[int(MailHeader.FRAME)] = frame
                 gHeader[int(MailHeader.ROUND)] = Int32(epoch)
             cute.arch.store(pointer(self.round_word(RoundWord.SENT), Int64), epoch)
+            if self.group.begun != 0:
+                cute.arch.store(pointer(self.group.begun, Int64), epoch, sem="relaxed", scope="sys")
 
 
 def row_offset(row: Int32, pitch: Int32) -> Int64:

@@ -17,6 +17,7 @@ class MailGroup(NamedTuple):
         rounds: its words of `rounds`.
         arrived: its words of `arrived`, (node, piece).
         free: its words of `free`, (node).
+        begun: host-visible word for the round that was packed last; 0: nobody asks.
     """
 
     status: Address
@@ -27,6 +28,7 @@ class MailGroup(NamedTuple):
     rounds: Address
     arrived: Address
     free: Address
+    begun: Address
 
 
 class PackFrameArgs(NamedTuple):

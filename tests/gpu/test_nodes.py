@@ -14,7 +14,6 @@ from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError, EPTimeout
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.runtime import connection
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.verify import RoundOptions, check_round, expert_rows, poison, poisoned_buffers
 from cute_ep.testing.workloads import ROUTINGS, RankInputs, make_inputs
@@ -28,11 +27,6 @@ MOST = 37
 """Tokens of a rank; a frame may have more rows."""
 FRAMES = (None, MOST, MOST + 3)
 HIDDEN = 1152
-
-
-@pytest.fixture(autouse=True)
-def nodes_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "check_one_node", lambda cfg: None)
 
 
 @contextmanager

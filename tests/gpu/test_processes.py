@@ -49,6 +49,16 @@ def test_nccl_kernels_of_another_stream_end_beside_a_call_that_waits() -> None:
     assert said.count(" ok") == RANKS
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes one rank a GPU")
+@pytest.mark.parametrize("network", ["", "tcp"], ids=["nvlink", "tcp"])
+def test_one_process_a_rank_of_several_nodes(network: str) -> None:
+    """Nodes of one rank, and of two where there are four GPUs."""
+    for ranks in (1, 2)[: RANKS // 2]:
+        words = ["-m", "tests.gpu.nodes_worker", str(ranks), *filter(None, [network])]
+        said = run_torchrun("--standalone", "--nproc-per-node", str(RANKS), *words)
+        assert said.count(" ok") == RANKS, said
+
+
 ONE_GPU_EACH = path_with(FOLDER if needed(2) else None, ROOT)
 """PYTHONPATH of programs that name a GPU a rank."""
 

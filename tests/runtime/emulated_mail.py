@@ -83,6 +83,8 @@ class Emulated:
             header = at(address, torch.int32, len(MailHeader))
             header[MailHeader.FRAME], header[MailHeader.ROUND] = frame, epoch
         self.rounds(RoundWord.SENT).fill_(epoch)
+        if self.group("begun"):
+            word(self.group("begun")).fill_(epoch)
 
     # ---- the kernels
 

@@ -76,6 +76,7 @@ static int wait_value(u64 stream, u64 address, unsigned value, unsigned flags) {
     return SUCCESS;
 }
 static int create_stream(u64 *stream, unsigned flags) { note("create_stream %u", flags); *stream = 21; return SUCCESS; }
+static int exchange_mode(int *mode) { note("capture_mode %d", *mode); *mode = 0; return SUCCESS; }
 static int allocate(u64 *address, size_t count) {
     note("allocate %zu", count);
     if (count > 1 << 20) return count == 1 << 30 ? INVALID_VALUE : OUT_OF_MEMORY;
@@ -126,7 +127,8 @@ static const struct { const char *name; void *function; } FUNCTIONS[] = {
     {"cuDevicePrimaryCtxRetain", retain}, {"cuCtxEnablePeerAccess", enable_peer}, {"cuLibraryLoadData", load},
     {"cuLibraryUnload", unload}, {"cuLibraryGetKernel", get_kernel}, {"cuKernelGetFunction", get_function},
     {"cuFuncSetAttribute", set_attribute}, {"cuLaunchKernelEx", launch_ex}, {"cuLaunchKernel", launch},
-    {"cuStreamWaitValue32", wait_value}, {"cuStreamCreate", create_stream}, {"cuMemAlloc", allocate}, {"cuMemFree", release}, {"cuMemsetD8", set_bytes},
+    {"cuStreamWaitValue32", wait_value}, {"cuStreamCreate", create_stream},
+    {"cuThreadExchangeStreamCaptureMode", exchange_mode}, {"cuMemAlloc", allocate}, {"cuMemFree", release}, {"cuMemsetD8", set_bytes},
     {"cuMemsetD32", set_words}, {"cuMemcpyHtoD", write_to}, {"cuMemcpyAsync", copy}, {"cuMemHostAlloc", allocate_host},
     {"cuMemFreeHost", free_host}, {"cuIpcGetMemHandle", get_handle}, {"cuIpcOpenMemHandle", open_handle},
     {"cuIpcCloseMemHandle", close_handle}, {"cuDriverGetVersion", version},

@@ -101,6 +101,7 @@ CASES = {
     ),
     "hold": Case(lambda: calls.hold_stream(77, 1 << 40, 5), None, ("wait_value 77 1099511627776 5 0",)),
     "stream": Case(calls.create_stream, 21, ("create_stream 1",)),
+    "capture": Case(calls.relax_capture, None, ("capture_mode 2",)),
     "no memory": Case(lambda: calls.allocate(1 << 25), None, ("allocate 33554432",)),
     "allocation that fails": Case(
         lambda: calls.allocate(1 << 30), "CUDA driver: CUDA_ERROR_INVALID_VALUE", ("allocate 1073741824",)

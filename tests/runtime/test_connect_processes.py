@@ -14,7 +14,7 @@ import pytest
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
-from cute_ep.runtime import connection
+from cute_ep.runtime import connection, gpus
 from cute_ep.runtime.parts import RankParts
 from cute_ep.runtime.places import Place, check_places, equal_runs
 from tests.fake_driver import FakeDriver, cuda
@@ -242,11 +242,89 @@ def test_the_ranks_of_a_node_are_on_one_machine() -> None:
         check_places(0, [replace(place, gpu=None) for place in several])
 
 
-def test_several_nodes_are_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    Machine(monkeypatch)
-    cfg = replace(CFG, ranks_per_node=1)
-    for error in collective(monkeypatch, lambda rank: connection.connect(cfg)):
-        assert "ranks_per_node = 1: must be None on GPUs" in str(error)
+# ---- several nodes
+
+NODES = replace(CFG, ranks_per_node=1)
+
+
+class Rail:
+    """What `join_rail` returns, and how it was left."""
+
+    def __init__(self, machine: Machine, cfg: EPConfig) -> None:
+        self.one, self.left = machine.take("rail"), list[bool]()
+        parts = SimpleNamespace(rank=dist_rank())
+        self.machine, self.mail, self.status = machine, SimpleNamespace(cfg=cfg, parts=parts), None
+
+    def leave(self, patience: float, *, abort: bool) -> None:
+        self.left.append(abort)
+        self.machine.made.remove(self.one)
+
+
+def nodes_of(monkeypatch: pytest.MonkeyPatch, *broken: tuple[str, int]) -> Machine:
+    machine = Machine(monkeypatch, *broken)
+    monkeypatch.setattr(connection.NcclLibrary, "loaded", lambda: None)
+    monkeypatch.setattr(connection, "sms_over_nodes", lambda device, sms: 8)
+    monkeypatch.setattr(connection, "join_rail", lambda cfg, node, library, meeting: Rail(machine, cfg))
+    monkeypatch.setattr(connection, "NodesCommunicator", lambda node, mail, status, release: Joined(node, release))
+    return machine
+
+
+class Joined(SimpleNamespace):
+    """A communicator over nodes."""
+
+    def __init__(self, node: SimpleNamespace, release: Callable) -> None:
+        super().__init__(node=node, close=lambda: release(self))
+
+
+def test_ranks_of_a_node_map_each_other_only_and_give_all_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = nodes_of(monkeypatch)
+    ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(NODES))
+    assert machine.held == (3 * RANKS, RANKS, 0)
+    for rank, one in enumerate(ranks):
+        parts = one.node.parts
+        assert parts.cfg.world_size == 1 and parts.rank == 0 and parts.first_rank == rank
+        assert one.node.peers == [parts.arena.address]
+    assert collective(monkeypatch, lambda rank: ranks[rank].close()) == [None] * RANKS and machine.held == NOTHING
+
+
+def test_a_device_that_has_failed_leaves_its_rail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory stays, and what NCCL has under way is aborted on all ranks."""
+    machine = nodes_of(monkeypatch)
+    left: list[Rail] = []
+    monkeypatch.setattr(
+        connection, "join_rail", lambda cfg, node, library, meeting: left.append(Rail(machine, cfg)) or left[-1]
+    )
+    ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(NODES))
+    machine.broken = {("synchronize", 2)}
+    got = collective(monkeypatch, lambda rank: ranks[rank].close())
+    assert got[:2] == [None, None] and "illegal memory access" in str(got[2])
+    assert [one.left for one in left] == [[True]] * RANKS and machine.held == (2 * RANKS, RANKS, 0)
+
+
+def test_options_that_nodes_do_not_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes_of(monkeypatch)
+    hooks = connection.Hooks("a:epilogue")
+    for error in collective(monkeypatch, lambda rank: connection.connect(NODES, hooks=hooks)):
+        assert "must be Hooks() over 3 nodes" in str(error)
+    have = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(gpus.torch.cuda, "get_device_properties", lambda device: have)
+    assert [gpus.sms_over_nodes("cuda:0", sms) for sms in (None, 24, 124)] == [124, 24, 124]
+    with pytest.raises(EPConfigError, match=r"^sms = 125: must be at most 124 over nodes, which leaves 8 of 132 SMs"):
+        gpus.sms_over_nodes("cuda:0", 125)
+    with pytest.raises(EPConfigError, match=r"^sms = 133: must be in \[1, 132\]"):
+        gpus.sms_over_nodes("cuda:0", 133)
+
+
+def test_all_give_back_what_they_made_when_a_rail_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = nodes_of(monkeypatch)
+
+    def join_rail(cfg: EPConfig, node: object, library: object, meeting: Any) -> None:
+        meeting.on_all_ranks(lambda: 1 / (dist_rank() - 1), doing="connect the nodes by NCCL")
+
+    monkeypatch.setattr(connection, "join_rail", join_rail)
+    got = collective(monkeypatch, lambda rank: connection.connect(NODES))
+    assert isinstance(got[1], ZeroDivisionError) and machine.held == NOTHING
+    assert str(got[0]) == "rank 1 could not connect: ZeroDivisionError: division by zero"
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_who_does_not_come_is_named(late: int) -> None:
             ep.dispatch(**vars(given[1 - late]))
 
 
-class Heedless:
+class Heedless(PeerStores):
     """An engine whose copies the host has queued: they are made whatever kernels have found."""
 
     def __init__(self) -> None:

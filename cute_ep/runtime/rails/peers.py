@@ -11,7 +11,17 @@ from cute_ep.runtime.mail import Put, RankMail, words_of
 class PeerStores:
     """A kernel copies, and another one signals the words of all pieces. Neither does anything after a failure."""
 
+    queued = False
+
     def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
         """As of `Engine`."""
         mail.put(channel, pieces)
         mail.signal(channel, mail.map.arrived.at(channel, mail.node), words_of(pieces), RoundWord.SENT)
+
+    def free(self, mail: RankMail, channel: Channel) -> None:
+        """As of `Engine`."""
+        mail.signal(channel, mail.map.free.at(channel, mail.node), 1, RoundWord.RECEIVED)
+
+    def begun(self, channel: Channel) -> int:
+        """As of `Engine`: kernels wait, and give up by themselves."""
+        return 0

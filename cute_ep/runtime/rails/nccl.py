@@ -1,0 +1,199 @@
+"""The rail of ranks with a process each: sends and receives of NCCL, in stream order.
+
+A receive writes to this rank's memory when its own stream has come to it, and a send has read its sources when what is
+behind it runs. So no rank waits for words of another one: kernels find them to be of a round that never comes, and only
+compare the headers of mails. What NCCL lacks is a bound on its waits, and that is `Watch`'s.
+
+Dispatch and combine may be on two streams, so each channel has a communicator of its own. NCCL's kernels have at most
+FREE_SMS CTAs, and no clusters: clusters of 2 or 4 do not start beside a kernel that waits on 100 or 124 of an H100's
+132 SMs, single CTAs do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from cute_ep.api.errors import EPError
+from cute_ep.layouts.maps.launch import FREE_SMS
+from cute_ep.layouts.maps.mail import Channel, RoundWord
+from cute_ep.runtime import driver_calls
+from cute_ep.runtime.driver import HostMemory, on_device
+from cute_ep.runtime.mail import Put, RankMail
+from cute_ep.runtime.rails.nccl_library import NcclLibrary
+from cute_ep.runtime.streams import give_back, take_stream
+from cute_ep.torch_internals import current_stream
+
+LOG = logging.getLogger(__name__)
+
+START_S = 300.0
+"""How long ranks wait for each other in NCCL's start, which all of them have begun."""
+BRIEFLY_S = 1.0
+"""For what takes microseconds unless something hangs."""
+LOOK_S = 0.001
+
+Made = TypeVar("Made")
+
+
+class NcclRail:
+    """An engine. Kernels tell the host by `words` which exchange has begun and which has ended, also in replays.
+
+    Args:
+        abort: address of the abort word of the rank's arena.
+    """
+
+    queued = True
+
+    def __init__(self, library: NcclLibrary, device: torch.device, abort: int) -> None:
+        self._library, self._device, self._abort = library, device, abort
+        self._communicators: dict[Channel, int] = {}  # of the rail's ranks, which are numbered by node
+        self._host = HostMemory(2 * (2 * len(Channel) + 1))
+        self.words = (ctypes.c_int64 * (2 * len(Channel) + 1)).from_address(self._host.address)
+        self.words[2 * len(Channel)] = 1  # for the abort word
+        self._stream = take_stream(device)
+        self._lock = threading.Lock()
+        self._ended, self._gone = False, threading.Event()
+
+    # ---- an engine of mail
+
+    def introduce(self, mail: RankMail) -> None:
+        """Let the kernels of a mail tell the host when an exchange has ended, and wait for nobody."""
+        mail.introduce([self._host.address] * mail.cfg.nodes)
+        mail.wait_for_nobody()
+
+    def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
+        """As of `Engine`; and receive the same pieces of the other nodes' ranks."""
+        stream, others = self._stream_of(mail), [node for node in range(mail.cfg.nodes) if node != mail.node]
+        with self._lock:
+            if self._ended:
+                raise EPError(f"rank {mail.parts.rank}: NCCL between nodes was aborted; close, and connect again")
+            communicator = self._communicators[channel]
+            with self._library.group():
+                for one in pieces:
+                    for node in others:
+                        source = mail.base + one.source + node * one.step
+                        to = mail.base + one.to + (node - mail.node) * one.to_step
+                        self._library.send(source, one.nbytes, node, communicator, stream)
+                        self._library.receive(to, one.nbytes, node, communicator, stream)
+        mail.signal(channel, _ended_at(channel), 1, RoundWord.SENT)
+
+    def free(self, mail: RankMail, channel: Channel) -> None:
+        """As of `Engine`: the next receive is behind on the stream."""
+
+    def begun(self, channel: Channel) -> int:
+        """As of `Engine`."""
+        return self._host.address + _begun_at(channel)
+
+    def _stream_of(self, mail: RankMail) -> int:
+        index = mail.memory.device.index
+        return current_stream(index) if mail.memory.is_cuda else 0
+
+    # ---- how far exchanges are
+
+    def rounds(self, channel: Channel) -> tuple[int, int]:
+        """The last exchange that has begun, and the last that has ended; 0: none."""
+        return self.words[_begun_at(channel) // 8], self.words[_ended_at(channel) // 8]
+
+    # ---- begin and end
+
+    def connect(self, unique_ids: Sequence[bytes], node: int, nodes: int) -> None:
+        """Meet the other ranks of the rail. EPError: they do not come in START_S, or NCCL cannot."""
+
+        def meet() -> None:
+            with on_device(self._device):
+                for channel, one in zip(Channel, unique_ids, strict=True):
+                    self._communicators[channel] = self._library.connect(one, node, nodes, FREE_SMS)
+
+        within(START_S, meet, "connect the ranks of a rail by NCCL")
+
+    def exchange_all(self, mail: RankMail) -> None:
+        """One exchange of each channel, as large as any, so that connections are there before a graph is captured.
+        EPError: it has not ended in START_S."""
+        frame, done = mail.cfg.max_tokens_per_rank, torch.cuda.Event()
+        self.put(mail, Channel.FRAMES, mail.frame_puts(frame))
+        self.put(mail, Channel.SUMS, [mail.sums_put(frame, 0)])
+        done.record()
+        if not wait_until(done.query, START_S):
+            raise EPError(f"the first exchange over NCCL has not ended in {START_S:g} s")
+
+    def give_up(self) -> None:
+        """Have kernels of this rank wait for nobody any more, and end what NCCL has under way. It returns soon: NCCL
+        may wait for graphs that hold a communicator, and the device for what is queued."""
+        with on_device(self._device):
+            one = self._host.address + 8 * 2 * len(Channel)
+            driver_calls.copy(self._abort, one, 8, self._stream.cuda_stream)
+            wait_until(self._stream.query, BRIEFLY_S)
+        self._end(BRIEFLY_S)
+
+    def close(self, patience: float) -> bool:
+        """End the communicators, whose work has ended everywhere. False: something still holds one, which may use its
+        memory, and so that of the mail."""
+        ended = self._end(patience)
+        if ended:
+            give_back(self._stream)
+            self._host.free()
+        return ended
+
+    def _end(self, seconds: float) -> bool:
+        """Abort the communicators, once, in a thread of its own. Whether they are gone in so many seconds."""
+        locked = self._lock.acquire(timeout=BRIEFLY_S)  # a call of the library that hangs has it
+        if not self._ended:
+            self._ended = True
+            threading.Thread(target=self._abort_all, name="cute_ep", daemon=True).start()
+        if locked:
+            self._lock.release()
+        return self._gone.wait(seconds)
+
+    def _abort_all(self) -> None:
+        try:
+            with on_device(self._device):
+                driver_calls.relax_capture()
+                for communicator in self._communicators.values():
+                    self._library.abort(communicator)
+            self._gone.set()
+        except EPError as error:
+            LOG.warning("NCCL's communicators stay: %s", error)
+
+
+def _begun_at(channel: Channel) -> int:
+    """Offset of a word in `NcclRail.words`."""
+    return 16 * channel
+
+
+def _ended_at(channel: Channel) -> int:
+    return 16 * channel + 8
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Look until it is true, at most so long; whether it is."""
+    until = time.monotonic() + seconds
+    while not (true := condition()) and time.monotonic() < until:
+        time.sleep(LOOK_S)
+    return true
+
+
+def within(seconds: float, call: Callable[[], Made], doing: str) -> Made:
+    """call(), in a thread that is left alone when the time is over. EPError then, or the call's own error."""
+    outcome: list[Made] = []
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:  # raised below
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name="cute_ep", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failure:
+        raise failure[0]
+    if thread.is_alive():
+        raise EPError(f"could not {doing} in {seconds:g} s")
+    return outcome[0]

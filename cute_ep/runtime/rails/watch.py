@@ -1,0 +1,133 @@
+"""The bound on exchanges of an engine that would wait for ever: a thread that looks how far they are.
+
+Kernels tell the host which exchange has begun and which has ended, so it sees those of graph replays, too. One that
+lasts longer than `timeout_s` has a record as a kernel's wait would: `EPTimeout` names the ranks that have not begun it.
+To know them, a rank that waits for some time posts the round in the group's store; who has posted nothing is late.
+
+After any failure, a kernel's too, the engine is ended, so that what the host has queued comes to its end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from cute_ep.api.errors import EPError
+from cute_ep.layouts.maps.mail import Channel, Piece
+from cute_ep.layouts.maps.routing import Phase
+from cute_ep.runtime import driver_calls
+from cute_ep.runtime.status import Status
+
+LOG = logging.getLogger(__name__)
+
+PHASES = {Channel.FRAMES: Phase.FRAME, Channel.SUMS: Phase.SUMS}
+MOST_TICK_S = 0.25
+MOST_POST_S = 1.0
+"""A rank that has waited so long, or a quarter of the timeout, posts for which round."""
+
+
+class Watched(Protocol):
+    """An engine, as it is watched."""
+
+    def rounds(self, channel: Channel) -> tuple[int, int]:
+        """The last exchange that has begun, and the last that has ended; 0: none."""
+
+    def give_up(self) -> None:
+        """End what is under way, and have this rank's kernels wait for nobody any more."""
+
+
+class Board(Protocol):
+    """Where ranks leave words for each other (`Meeting`)."""
+
+    def post(self, name: str, text: str) -> None:
+        """Leave this rank's word."""
+
+    def posted(self, name: str, rank: int) -> str:
+        """That of another rank, or ""."""
+
+
+class Watch:
+    """Looks at one rank's engine until `stop`.
+
+    Args:
+        status: its records, one for each rank of the rail.
+        failed: whether some wait of this rank has failed.
+        timeout_s: how long an exchange may last.
+    """
+
+    def __init__(
+        self, engine: Watched, status: Status, board: Board, *, failed: Callable[[], bool], timeout_s: float
+    ) -> None:
+        self._engine, self._status, self._board = engine, status, board
+        self._others = [rank for rank in status.peers if rank != status.rank]
+        self._failed, self._timeout_s = failed, timeout_s
+        self._tick_s, self._post_s = min(MOST_TICK_S, timeout_s / 8), min(MOST_POST_S, timeout_s / 4)
+        self._since: dict[Channel, tuple[int, float]] = {}
+        self._posted: dict[Channel, int] = dict.fromkeys(Channel, 0)
+        self._failed_since: float | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cute_ep rail", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stop.set()
+        self._thread.join(self._timeout_s)
+
+    def _run(self) -> None:
+        try:
+            driver_calls.relax_capture()
+            while not self._stop.wait(self._tick_s):
+                if self._look():
+                    return
+        except Exception:  # of a device or a store that has failed: nobody may wait for what is not watched
+            LOG.exception("rank %s: exchanges between nodes end, they cannot be watched any more", self._status.rank)
+            self._engine.give_up()
+
+    def _look(self) -> bool:
+        """Whether the engine was ended."""
+        if self._failed():
+            self._failed_since = self._failed_since or time.monotonic()
+            if time.monotonic() - self._failed_since > self._timeout_s / 2:  # until then peers may take what was sent
+                self._engine.give_up()
+                return True
+            return False
+        for channel in Channel:
+            lasted = self._lasted(channel)
+            begun = self._since[channel][0]
+            if lasted > self._post_s and self._posted[channel] < begun:
+                self._board.post(channel.name, str(begun))
+                self._posted[channel] = begun
+            if lasted > self._timeout_s and self._still_lasts(channel, begun):
+                for rank in self._late(channel, begun):
+                    self._status.report(rank, PHASES[channel], len(Piece), begun, self._engine.rounds(channel)[1])
+                self._engine.give_up()
+                return True
+        return False
+
+    def _lasted(self, channel: Channel) -> float:
+        """Seconds since the exchange that is under way was first seen; 0: none is."""
+        begun, ended = self._engine.rounds(channel)
+        now = time.monotonic()
+        if begun <= ended or self._since.get(channel, (0, now))[0] != begun:
+            self._since[channel] = begun, now
+        return now - self._since[channel][1]
+
+    def _still_lasts(self, channel: Channel, begun: int) -> bool:
+        """After the time in which a rank that began later than this one would have posted."""
+        self._stop.wait(self._post_s + 2 * self._tick_s)
+        return self._engine.rounds(channel) == (begun, begun - 1)
+
+    def _late(self, channel: Channel, begun: int) -> Sequence[int]:
+        """The ranks that have not begun an exchange; all of the rail, if none of them is known not to."""
+        try:
+            late = [rank for rank in self._others if int(self._board.posted(channel.name, rank) or 0) < begun]
+        except EPError:  # the store is gone
+            late = []
+        return late or self._others

@@ -1,0 +1,266 @@
+"""The rail over NCCL and its watch, with emulated kernels, nodes on the CPU and a library of queues between threads."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPConfigError, EPError, EPTimeout
+from cute_ep.layouts.maps.mail import Channel
+from cute_ep.runtime.nodes import NodesCommunicator
+from cute_ep.runtime.rails import nccl, nccl_library
+from cute_ep.runtime.rails.nccl import NcclRail, within
+from cute_ep.runtime.rails.nccl_library import FUNCTIONS, Config, NcclLibrary, UniqueId, code_of, version_text
+from cute_ep.runtime.rails.watch import Watch
+from tests.fake_gpu import PlainHostMemory
+from tests.reference.ranks import at_once
+
+from .test_nodes import SHAPES, TOKENS, batch_of, config, connected, fused_round, memory, send_again, two_halves
+
+__all__ = ["memory"]
+
+
+class Queues:
+    """A library whose groups end when all that was sent to them is here, as NCCL's do; a communicator is (id, rank)."""
+
+    def __init__(self) -> None:
+        self.sent: dict[tuple, deque[bytes]] = defaultdict(deque)
+        self.changed, self.ended = threading.Condition(), set[tuple]()
+        self.group_of_thread = threading.local()
+
+    def connect(self, unique_id: bytes, rank: int, ranks: int, max_ctas: int) -> tuple:
+        return unique_id, rank
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        self.group_of_thread.calls = []
+        yield
+        for call in self.group_of_thread.calls:
+            call()
+
+    def send(self, address: int, nbytes: int, peer: int, communicator: tuple, stream: int) -> None:
+        where = communicator[0], communicator[1], peer
+        with self.changed:
+            self.sent[where].append(ctypes.string_at(address, nbytes))
+            self.changed.notify_all()
+
+    def receive(self, address: int, nbytes: int, peer: int, communicator: tuple, stream: int) -> None:
+        def take() -> None:
+            came = self.sent[communicator[0], peer, communicator[1]]
+            with self.changed:
+                self.changed.wait_for(lambda: came or communicator in self.ended)
+                if communicator not in self.ended:
+                    content = came.popleft()
+                    assert len(content) == nbytes
+                    ctypes.memmove(address, content, nbytes)
+
+        self.group_of_thread.calls.append(take)
+
+    def abort(self, communicator: tuple) -> None:
+        with self.changed:
+            self.ended.add(communicator)
+            self.changed.notify_all()
+
+
+class Board:
+    """What a rank's store shows of all ranks' words."""
+
+    def __init__(self, rank: int, said: dict[tuple[str, int], str]) -> None:
+        self.rank, self.said = rank, said
+
+    def post(self, name: str, text: str) -> None:
+        self.said[name, self.rank] = text
+
+    def posted(self, name: str, rank: int) -> str:
+        return self.said.get((name, rank), "")
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def on_device(device: object) -> Iterator[None]:
+        yield
+
+    stream = SimpleNamespace(cuda_stream=0, query=lambda: True)
+    monkeypatch.setattr(nccl, "HostMemory", PlainHostMemory)
+    monkeypatch.setattr(nccl, "on_device", on_device)
+    monkeypatch.setattr(nccl, "take_stream", lambda device: stream)
+    monkeypatch.setattr(nccl, "give_back", lambda stream: None)
+    monkeypatch.setattr(nccl.driver_calls, "copy", lambda to, source, nbytes, _: ctypes.memmove(to, source, nbytes))
+    monkeypatch.setattr(nccl.driver_calls, "relax_capture", lambda: None)
+
+
+@contextmanager
+def over_nccl(cfg: EPConfig, library: object | None = None) -> Iterator[tuple[list[NodesCommunicator], list[Watch]]]:
+    """The ranks of `connected` with a rail over NCCL each, and their watches, which have not started."""
+    library, said = library or Queues(), {}
+    with connected(cfg) as made:
+        watches = []
+        for ep in made:
+            mail = ep.mail
+            engine = NcclRail(library, torch.device("cpu"), mail.parts.abort)  # type: ignore[arg-type]
+            rail = cfg.place(ep.rank)[0]
+            engine.connect([f"{rail} {channel}".encode() for channel in Channel], mail.node, cfg.nodes)
+            mail.engine = engine
+            engine.introduce(mail)
+            failed = lambda ep=ep: ep.failed  # noqa: E731
+            watches.append(Watch(engine, ep._status, Board(ep.rank, said), failed=failed, timeout_s=cfg.timeout_s))
+        yield made, watches
+
+
+@pytest.mark.parametrize("changes", [{}, {"dispatch_format": "nvfp4_row"}], ids=["bf16", "nvfp4_row"])
+@pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
+def test_rounds_are_those_of_the_reference(nodes: int, ranks: int, changes: dict) -> None:
+    cfg = config(nodes, ranks, **changes)
+    with over_nccl(cfg) as (made, _):
+        for number in range(4):
+            fused_round(cfg, made, number)
+        for turn in range(3):
+            two_halves(cfg, made, turn)
+        at_once(range(len(made)), lambda rank: made[rank].synchronize())
+        for ep in made:
+            begun, ended = ep.mail.engine.rounds(Channel.FRAMES)
+            assert begun == ended > 0 and ep.mail.engine.rounds(Channel.SUMS) == (3 * 3 + 4,) * 2
+
+
+def test_the_rank_that_does_not_come_is_named_and_not_who_waits_for_it() -> None:
+    """One waiting rank begins late, so that its own time is not over when the first one's is."""
+    cfg = config(3, 1, timeout_s=1)
+    with over_nccl(cfg) as (made, watches):
+        given, _ = batch_of(cfg, 2, None)
+        for watch in watches:
+            watch.start()
+
+        def work(rank: int) -> str:
+            if rank == 2:
+                return ""
+            time.sleep(0.5 * rank)
+            try:
+                made[rank].dispatch_async(**vars(given[rank]))
+                made[rank].synchronize()
+            except EPTimeout as error:
+                assert error.missing == (2,), error
+                return str(error)
+            return "nothing"
+
+        told = at_once(range(3), work)
+        for rank in range(2):
+            assert "FRAME of rank 2: its frame of dispatch round 1 has not come" in told[rank]
+            assert made[rank].failed
+        for watch in watches:
+            watch.stop()
+
+
+def test_after_a_failure_of_a_kernel_the_engine_is_ended_soon() -> None:
+    """So that what is queued comes to its end; what peers were sent before stays."""
+    cfg = config(2, 1, timeout_s=0.4)
+    with over_nccl(cfg) as (made, watches):
+        given, _ = batch_of(cfg, 3, None)
+        at_once(range(2), lambda rank: made[rank].dispatch_async(**vars(given[rank])))
+        watches[0].start()
+        made[0]._interrupted = True
+        at_once(range(1), lambda rank: send_again(made[0], given[0], TOKENS + 2))  # returns: rank 1 never comes
+        with pytest.raises(EPError, match=r"^rank 0: NCCL between nodes was aborted; close, and connect again$"):
+            made[0].mail.engine.put(made[0].mail, Channel.FRAMES, made[0].mail.frame_puts(1))
+        watches[0].stop()
+
+
+def test_old_mail_of_a_rank_that_has_given_up_is_no_new_mail() -> None:
+    cfg = config(2, 1, timeout_s=0.5)
+    with over_nccl(cfg) as (made, _):
+        given, _ = batch_of(cfg, 3, None)
+        at_once(range(2), lambda rank: made[rank].dispatch(**vars(given[rank])))
+        torch.frombuffer((ctypes.c_int64 * 1).from_address(made[0].mail.parts.abort), dtype=torch.int64).fill_(1)
+        at_once(range(2), lambda rank: send_again(made[rank], given[rank], TOKENS + 2))
+        with pytest.raises(EPTimeout, match=r"FRAME of rank 0: its frame of dispatch round 2 .*\(piece 3: 1\)"):
+            made[1].synchronize()
+
+
+def test_what_hangs_in_the_library_is_left_alone() -> None:
+    hung = threading.Event()
+    with pytest.raises(EPError, match=r"^could not end NCCL in 0.05 s$"):
+        within(0.05, hung.wait, "end NCCL")
+    hung.set()
+    with pytest.raises(ZeroDivisionError):
+        within(5, lambda: 1 / 0, "divide")
+    assert within(5, lambda: 7, "count") == 7
+
+
+# ---- the library
+
+
+class Fake:
+    """A shared library of Python functions with C's types, which return `codes` by name, else 0."""
+
+    def __init__(self, version: int, codes: dict[str, int] | None = None) -> None:
+        self.version, self.codes, self.calls = version, codes or {}, list[tuple]()
+        self.config, self.functions = dict[str, object](), list[object]()
+        for name, types in FUNCTIONS.items():
+            self.add(name, ctypes.c_int, types, self.function(name))
+        said, last = (ctypes.create_string_buffer(text) for text in (b"unhandled system error", b"no socket found "))
+        self.add("ncclGetErrorString", ctypes.c_void_p, [ctypes.c_int], lambda code: ctypes.addressof(said))
+        self.add("ncclGetLastError", ctypes.c_void_p, [ctypes.c_void_p], lambda comm: ctypes.addressof(last))
+
+    def add(self, name: str, result: type, types: list, function: Callable) -> None:
+        setattr(self, name, ctypes.CFUNCTYPE(result, *types)(function))
+
+    def function(self, name: str) -> Callable:
+        def call(*given: object) -> int:
+            if name == "ncclGetVersion":
+                given[0][0] = self.version  # type: ignore[index]
+            elif name == "ncclGetUniqueId":
+                ctypes.memset(given[0], 7, ctypes.sizeof(UniqueId))  # type: ignore[arg-type]
+            elif name == "ncclCommInitRankConfig":
+                made, *rest, config = given
+                made[0] = 77  # type: ignore[index]
+                self.config = {field: getattr(config[0], field) for field, _ in Config._fields_}  # type: ignore[index]
+                given = rest[0], bytes(memoryview(rest[1])), rest[2]
+            self.calls.append((name, *given))
+            return self.codes.get(name, 0)
+
+        return call
+
+
+def test_a_communicator_has_single_ctas_and_few() -> None:
+    fake = Fake(22809)
+    library = NcclLibrary(fake)  # type: ignore[arg-type]
+    made = library.connect(library.unique_id(), 1, 3, 8)
+    assert made == 77 and fake.calls[-1] == ("ncclCommInitRankConfig", 3, bytes([7] * 128), 1)
+    undefined = -(2**31)
+    assert fake.config == {
+        "size": 48, "magic": 0xCAFEBEEF, "version": 21800, "blocking": 1, "cga_cluster_size": 1,
+        "min_ctas": undefined, "max_ctas": 8, "net_name": None, "split_share": undefined,
+    }  # fmt: skip
+    with library.group():
+        library.send(1 << 40, 5, 2, made, 9)
+        library.receive(2 << 40, 6, 2, made, 9)
+    sent = ("ncclSend", 1 << 40, 5, 0, 2, 77, 9), ("ncclRecv", 2 << 40, 6, 0, 2, 77, 9)
+    assert fake.calls[-4:] == [("ncclGroupStart",), *sent, ("ncclGroupEnd",)]
+
+
+def test_errors_have_the_words_of_the_library() -> None:
+    library = NcclLibrary(Fake(22809, {"ncclCommInitRankConfig": 2, "ncclSend": 4}))  # type: ignore[arg-type]
+    with pytest.raises(EPError, match=r"^ncclCommInitRankConfig: unhandled system error; no socket found$"):
+        library.connect(bytes(128), 0, 2, 8)
+    with pytest.raises(EPError, match=r"^ncclSend: "):
+        library.send(0, 1, 1, 77, 0)
+
+
+def test_a_library_that_is_missing_or_old_is_refused() -> None:
+    with pytest.raises(EPConfigError, match=r"^libnccl\.so\.2: is NCCL 2.17.1, must be 2.18.0 or newer$"):
+        NcclLibrary(Fake(21701))  # type: ignore[arg-type]
+    with pytest.raises(EPConfigError, match=r"^libnccl.so.2: .*ncclGetVersion.*; must be NCCL 2.18.0 or newer$"):
+        NcclLibrary(SimpleNamespace())  # type: ignore[arg-type]
+    if not torch.backends.cuda.is_built():
+        with pytest.raises(EPConfigError, match=r"^several nodes need NCCL, but this PyTorch has not loaded libnccl"):
+            NcclLibrary.loaded()
+    assert version_text(code_of((2, 28, 9))) == "2.28.9" and nccl_library.OLDEST >= (2, 18, 0)
