@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from cute_ep.api.config import EPConfig
+from cute_ep.api.host import host_list
 from cute_ep.api.row_tensors import QuantizedRows, payload_columns, payload_dtype, scale_dtype
 from cute_ep.layouts.maps.arena import LL_BYTES
 from cute_ep.layouts.maps.launch import PIECE_BYTES, WARPS
@@ -32,6 +33,7 @@ from cute_ep.layouts.maps.parameters import Fields, numbers
 from cute_ep.layouts.maps.routing import OutputType
 from cute_ep.runtime.arguments import address, ids_record, row_vectors
 from cute_ep.runtime.driver import Kernel
+from cute_ep.runtime.streams import give_back, take_stream
 from cute_ep.runtime.sums import slices_log2
 from cute_ep.torch_internals import current_stream
 
@@ -116,6 +118,18 @@ class RankMail:
         """Tell the kernels where the map of each node's rank is, as mapped here."""
         at = self.map.mails
         self._view(at.at(), LL_BYTES * len(mails), torch.int64).copy_(torch.tensor(mails, device="cpu"))
+
+    def words(self) -> list[int]:
+        """What the map has before its payload, as it is now: waits for nothing."""
+        words = self._view(0, self.map.payload.at(), torch.int64)
+        if not words.is_cuda:
+            return host_list(words)
+        stream = take_stream(words.device)
+        try:
+            with torch.cuda.stream(stream):
+                return host_list(words)
+        finally:
+            give_back(stream)
 
     # ---- frames
 
