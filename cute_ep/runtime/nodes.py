@@ -251,6 +251,7 @@ class NodesCommunicator(EPCommunicator):
         assert isinstance(dispatched, NodesDispatched) and dispatched.of_node is not None
         pending = SentSums(dispatched, mode, rows)
         pending.sums = self.node.combine(rows, dispatched.of_node, mode=mode)
+        _keep(dispatched.of_node.topk_ids)
         self.mail.send_sums(pending.sums, self.cfg.frame_rows(dispatched.frame))
         return pending
 
@@ -259,6 +260,7 @@ class NodesCommunicator(EPCommunicator):
         frame = self.cfg.frame_rows(pending.dispatched.frame)
         own = pending.sums[self.cfg.node(self.rank) * frame :]
         self.mail.add_sums(own, out, out_type, frame)
+        _keep(pending.sums)
 
     # ---- the rest
 
@@ -340,6 +342,12 @@ class NodesCommunicator(EPCommunicator):
         if not self._closed:
             self._closed = True
             self._release(self)
+
+
+def _keep(tensor: torch.Tensor) -> None:
+    """Keep a tensor that callers do not see until the current stream has used it, which may be another than made it."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _tensors(given: DispatchInput) -> tuple[torch.Tensor | None, ...]:
