@@ -80,7 +80,8 @@ class Engine(Protocol):
 
     def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
         """Bring each piece of this rank's mail, of the round that was packed last, to every other node's rank, and then
-        the round to the piece's word of `arrived` there. What comes behind on the stream may write to the sources."""
+        the round to the piece's word of `arrived` there, behind the rounds before. What comes behind on the stream may
+        write to the sources."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +25,7 @@ from cute_ep.testing.verify import RoundOptions, check_round, expert_rows, poiso
 from cute_ep.testing.workloads import ROUTINGS, RankInputs, make_inputs
 from tests.strided_rows import TAKEN
 
+from . import mutants
 from .conftest import connected as connected_ranks
 from .test_strided_rows import check_views
 
@@ -322,3 +326,16 @@ def test_dispatch_on_one_stream_and_combine_on_another(nodes: int, ranks: int) -
                         if tensor is not None:
                             tensor.record_stream(second)
         rounds.check()
+
+
+@pytest.mark.parametrize("reads", ["late", "early"])
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (2, 2)])
+def test_many_rounds_in_a_storm(nodes: int, ranks: int, reads: str) -> None:
+    """Mail comes in parts, in any order and late (`tests.storm_rail`). In a process of its own: each of its streams
+    needs a queue, and CUDA reads the number of queues when a process begins."""
+    command = [sys.executable, "-m", "tests.gpu.storm", str(nodes), str(ranks), reads, "2000"]
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    done = subprocess.run(
+        command, cwd=mutants.ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
