@@ -30,7 +30,7 @@ from cute_ep.runtime.mail import Put, RankMail
 from cute_ep.runtime.nodes import NodesCommunicator
 from cute_ep.runtime.rails.nccl_library import NcclLibrary
 from cute_ep.testing.workloads import make_rank_inputs
-from cute_ep.torch_internals import current_stream, find
+from cute_ep.torch_internals import current_stream, sleep_on_gpu
 from perf.cases import MAIN
 
 TOKENS = (1, 16, 128, 4096)
@@ -52,7 +52,7 @@ def time_graph(work: Callable[[int], object]) -> float:
         torch.cuda.synchronize()
         dist.barrier()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        find("sleep_on_gpu")(400_000)  # until all ranks have queued theirs
+        sleep_on_gpu(400_000)  # until all ranks have queued theirs
         start.record()
         graph.replay()
         end.record()

@@ -16,6 +16,9 @@ MEANINGS = {
     "message_ready": "it has sent the routing of this dispatch, but not these rows",
     "combine_consumed": "it has launched no combine since it received that round, so its buffers may still be in use",
     "return_rounds": "it has not begun this combine: it did not call it, or its launch waits on its stream",
+    "arrived": "it has not sent this piece (last index: 0 rows, 1 scale factors, 2 routes or sums): it did not call "
+    "it, its launch waits on its stream, it has given up, or the network failed",
+    "free": "it has not read this rank's mail of that round, so no other can be sent",
     "calls": "it has not made this call",
 }
 """What it means for a flag of each name that its peer has not stored it."""
@@ -30,7 +33,8 @@ class Flag:
     """Neighbouring flags that a peer has not stored yet.
 
     Attributes:
-        name: region of the arena (docs/protocol.md, "Memory map"); "calls" on the reference backend.
+        name: region of the arena (docs/protocol.md, "Memory map") or, over nodes, "arrived" and "free" of the mail map
+            (`layouts.maps.mail`); "calls" on the reference backend.
         index: of the first flag, as the region is indexed.
         count: how many there are.
         operation, round: "dispatch" or "combine", and the round that needs them. Rounds are counted from 1.
@@ -66,7 +70,7 @@ class Flags:
     Attributes:
         rank: whose they are.
         completed: rounds that the rank has completed: "dispatches sent", "dispatches received", "combines sent",
-            "combines received".
+            "combines received"; over nodes also "frames" and "sums", sent and received.
         behind: flags that the rank's next rounds need, or the rounds that it waits in, and that have not come.
     """
 

@@ -1,4 +1,4 @@
-"""Which flags of a rank's arena are behind, from a copy of its words.
+"""Which flags of a rank's arena, and of its mail, are behind, from copies of their words.
 
 Rows need flags only where a source has many tokens: a Lamport row is its own flag, and a word that has been taken looks
 like one that has not come. Which rows come home depends on `topk_ids`, which the arena does not have. What a wait for
@@ -7,7 +7,9 @@ either has missed stands in the status record (`status`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
 
 import torch
 
@@ -22,6 +24,7 @@ from cute_ep.layouts.maps.arena import (
     chunk_of,
     message_slices_log2,
 )
+from cute_ep.layouts.maps.mail import PARITIES, Channel, Piece, RoundWord
 from cute_ep.layouts.maps.record import Region
 from cute_ep.layouts.maps.routing import MASKED_ENTRY, entry_expert
 
@@ -31,6 +34,9 @@ COUNTED = {
     "combines sent": StateWord.COMBINE_SEND_EPOCH,
     "combines received": StateWord.COMBINE_RECV_EPOCH,
 }
+
+MAILED = {Channel.FRAMES: ("dispatch", "frames", 1), Channel.SUMS: ("combine", "sums", PARITIES)}
+"""Of a channel: its operation, what its mails are, and after how many rounds one lands where another one has."""
 
 
 def flag_bytes(arena: Arena) -> int:
@@ -47,6 +53,51 @@ def find_behind(cfg: EPConfig, rank: int, content: bytes) -> Flags:
     words = torch.frombuffer(bytearray(content), dtype=torch.int64)
     completed = {what: int(words[cfg.arena.state.offset // LL_BYTES + word]) for what, word in COUNTED.items()}
     return Flags(rank, completed, tuple(_Reader(cfg, rank, words, completed).behind()))
+
+
+def over_nodes(cfg: EPConfig, rank: int, node: Flags, words: Sequence[int]) -> Flags:
+    """The flags of a rank over nodes: those of its node, and those of its mail.
+
+    Args:
+        node: of the own node's communicator, whose ranks count from 0.
+        words: the 64-bit words of the rank's mail, up to the payload.
+    """
+    completed = dict(node.completed)
+    behind = [replace(flag, peer=rank - node.rank + flag.peer) for flag in node.behind]
+    for channel, (_, mails, _) in MAILED.items():
+        sent, received = _mail_rounds(cfg, channel, words)
+        completed |= {f"{mails} sent": sent, f"{mails} received": received}
+        for other in range(cfg.nodes):
+            if other != cfg.node(rank):
+                behind += _mail_behind(cfg, channel, other, other * cfg.peers + node.rank, words)
+    return Flags(rank, completed, tuple(behind))
+
+
+def _mail_rounds(cfg: EPConfig, channel: Channel, words: Sequence[int]) -> tuple[int, int]:
+    """How many mails of a channel were sent and received."""
+    sent, received = (
+        words[cfg.mail.rounds.at(channel, one) // LL_BYTES] for one in (RoundWord.SENT, RoundWord.RECEIVED)
+    )
+    return sent, received
+
+
+def _mail_behind(cfg: EPConfig, channel: Channel, other: int, peer: int, words: Sequence[int]) -> Iterator[Flag]:
+    """The words of a channel that `peer`, the rank of node `other`, has not stored. Neighbouring pieces of which the
+    same round came last are one flag."""
+    operation, _, landings = MAILED[channel]
+    sent, received = _mail_rounds(cfg, channel, words)
+    place = int(channel), other
+    seen = words[cfg.mail.free.at(*place) // LL_BYTES]
+    if seen <= sent - landings:
+        yield Flag("free", place, 1, operation, sent + 1, peer, seen, sent + 1 - landings)
+    pieces = [int(Piece.ROUTES)]
+    if channel == Channel.FRAMES:
+        pieces = [int(piece) for piece in Piece if piece != Piece.SCALES or cfg.mail.scale_bytes]
+    arrived = {piece: words[cfg.mail.arrived.at(*place, piece) // LL_BYTES] for piece in pieces}
+    for seen, late in groupby(pieces, arrived.__getitem__):
+        first, *more = late
+        if seen <= received:
+            yield Flag("arrived", (*place, first), 1 + len(more), operation, received + 1, peer, seen, received + 1)
 
 
 class _Reader:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from cute_ep.api.config import EPConfig
+from cute_ep.api.host import host_list
 from cute_ep.api.row_tensors import QuantizedRows, payload_columns, payload_dtype, scale_dtype
 from cute_ep.layouts.maps.arena import LL_BYTES
 from cute_ep.layouts.maps.launch import PIECE_BYTES, WARPS
@@ -32,6 +33,7 @@ from cute_ep.layouts.maps.parameters import Fields, numbers
 from cute_ep.layouts.maps.routing import OutputType
 from cute_ep.runtime.arguments import address, ids_record, row_vectors
 from cute_ep.runtime.driver import Kernel
+from cute_ep.runtime.streams import give_back, take_stream
 from cute_ep.runtime.sums import slices_log2
 from cute_ep.torch_internals import current_stream
 
@@ -90,7 +92,8 @@ class Engine(Protocol):
 
     def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
         """Bring each piece of this rank's mail, of the round that was packed last, to every other node's rank, and then
-        the round to the piece's word of `arrived` there. What comes behind on the stream may write to the sources."""
+        the round to the piece's word of `arrived` there, behind the rounds before. What comes behind on the stream may
+        write to the sources."""
 
     def free(self, mail: RankMail, channel: Channel) -> None:
         """Tell every other node's rank that this rank has read what came, after all that is on the stream."""
@@ -140,6 +143,18 @@ class RankMail:
         """Let no kernel wait for a word, where the stream itself waits for the engine: headers are compared."""
         for region in (self.map.arrived, self.map.free):
             self._view(region.at(), int(region.nbytes), torch.int64).fill_(FOREVER)
+
+    def words(self) -> list[int]:
+        """What the map has before its payload, as it is now: waits for nothing."""
+        words = self._view(0, self.map.payload.at(), torch.int64)
+        if not words.is_cuda:
+            return host_list(words)
+        stream = take_stream(words.device)
+        try:
+            with torch.cuda.stream(stream):
+                return host_list(words)
+        finally:
+            give_back(stream)
 
     # ---- frames
 

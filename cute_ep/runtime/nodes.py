@@ -7,7 +7,7 @@ rank's tokens. A combine is the node's partial combine, an exchange of its sums,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
@@ -17,7 +17,7 @@ from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPError, EPInputError
+from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.api.flags import Flags
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.provenance import Origin
@@ -28,6 +28,7 @@ from cute_ep.api.validate import check_buffers, check_input
 from cute_ep.api.validate_combine import OUTPUT_TYPES, check_batch, check_rows, check_sum
 from cute_ep.layouts.maps.mail import Channel
 from cute_ep.layouts.maps.routing import OutputType, Phase
+from cute_ep.runtime.flags import over_nodes
 from cute_ep.runtime.local_ops import quantize
 from cute_ep.runtime.mail import Frame, RankMail
 from cute_ep.runtime.status import Status
@@ -251,6 +252,7 @@ class NodesCommunicator(EPCommunicator):
         assert isinstance(dispatched, NodesDispatched) and dispatched.of_node is not None
         pending = SentSums(dispatched, mode, rows)
         pending.sums = self.node.combine(rows, dispatched.of_node, mode=mode)
+        _keep(dispatched.of_node.topk_ids)
         pending.landing = self.mail.send_sums(pending.sums, self.cfg.frame_rows(dispatched.frame))
         return pending
 
@@ -259,6 +261,7 @@ class NodesCommunicator(EPCommunicator):
         frame = self.cfg.frame_rows(pending.dispatched.frame)
         own = pending.sums[self.cfg.node(self.rank) * frame :]
         self.mail.add_sums(own, out, out_type, frame, pending.landing)
+        _keep(pending.sums)
 
     # ---- the rest
 
@@ -290,10 +293,21 @@ class NodesCommunicator(EPCommunicator):
             self._interrupted = True
             raise
 
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Give an EPTimeout of the node the flags of this communicator, if they can be read."""
+        try:
+            yield
+        except EPTimeout as failure:
+            with suppress(EPError, RuntimeError):  # of a device that has failed
+                failure.flags = self.flags()
+            raise
+
     def _check_usable(self) -> None:
         self._check_open()
         self._status.raise_failure(self.flags)
-        self.node._check_usable()
+        with self._telling():
+            self.node._check_usable()
         if self._interrupted:
             raise EPError(f"rank {self.rank}: a call was interrupted while it was launched; close, and connect again")
 
@@ -309,7 +323,8 @@ class NodesCommunicator(EPCommunicator):
             stream.synchronize()
         others = self._looked()
         try:
-            self.node.synchronize()
+            with self._telling():
+                self.node.synchronize()
         except EPInputError as error:
             others.append(str(error).partition(": ")[2])
         finally:
@@ -321,13 +336,19 @@ class NodesCommunicator(EPCommunicator):
 
     def flags(self) -> Flags:
         self._check_open()
-        return self.node.flags()
+        return over_nodes(self.cfg, self.rank, self.node.flags(), self.mail.words())
 
     def close(self) -> None:
         """As of `EPCommunicator`."""
         if not self._closed:
             self._closed = True
             self._release(self)
+
+
+def _keep(tensor: torch.Tensor) -> None:
+    """Keep a tensor that callers do not see until the current stream has used it, which may be another than made it."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _tensors(given: DispatchInput) -> tuple[torch.Tensor | None, ...]:

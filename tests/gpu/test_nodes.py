@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,14 +14,19 @@ import pytest
 import torch
 
 from cute_ep import reference
+from cute_ep.api.buffers import tensors_of
 from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError, EPTimeout
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.verify import RoundOptions, check_round, expert_rows, poison, poisoned_buffers
 from cute_ep.testing.workloads import ROUTINGS, RankInputs, make_inputs
+from tests.strided_rows import TAKEN
 
+from . import mutants
 from .conftest import connected as connected_ranks
+from .test_strided_rows import check_views
 
 SHAPES = [(2, 1), (2, 2), (3, 1), (2, 4), (4, 2)]
 """(nodes, ranks of each)."""
@@ -95,20 +103,26 @@ class Rounds:
             self.given.append([dict(zip(names, (t.to(ep.device) for t in one), strict=True)) for *one, ep in given])
         self.wrong = [torch.zeros((), dtype=torch.int64, device=ep.device) for ep in made]
 
+    def dispatch(self, number: int, rank: int) -> Dispatched:
+        return self.made[rank].dispatch(**self.given[number][rank], frame=self.frames[number])
+
+    def combine(self, number: int, rank: int, batch: Dispatched, **others: object) -> torch.Tensor:
+        return self.made[rank].combine(self.rows[number][rank], batch, **others)
+
+    def compare(self, number: int, rank: int, batch: Dispatched, home: torch.Tensor) -> None:
+        """With what must come, on the current stream; `check` tells."""
+        for got, want in ((home, self.sums[number][rank]), (batch.tokens, self.tokens[number][rank])):
+            pair = (one[: len(want)].view(torch.int16) for one in (got, want))
+            self.wrong[rank] += torch.ne(*pair).sum()
+
     def enqueue(self, number: int) -> None:
         """A dispatch and a combine on every rank, compared on its stream with what must come."""
-        batches = []
-        for rank, ep in enumerate(self.made):
-            batches.append(ep.dispatch(**self.given[number][rank], frame=self.frames[number]))
-        home = [ep.combine(self.rows[number][rank], batches[rank]) for rank, ep in enumerate(self.made)]
-        for rank, ep in enumerate(self.made):  # when all ranks have their calls: the host may wait for kernels here
-            with stream_of(ep):
-                for got, want in (
-                    (home[rank], self.sums[number][rank]),
-                    (batches[rank].tokens, self.tokens[number][rank]),
-                ):
-                    pair = (one[: len(want)].view(torch.int16) for one in (got, want))
-                    self.wrong[rank] += torch.ne(*pair).sum()
+        ranks = range(len(self.made))
+        batches = [self.dispatch(number, rank) for rank in ranks]
+        home = [self.combine(number, rank, batches[rank]) for rank in ranks]
+        for rank in ranks:  # when all ranks have their calls: the host may wait for kernels here
+            with stream_of(self.made[rank]):
+                self.compare(number, rank, batches[rank], home[rank])
 
     def check(self) -> None:
         for ep in self.made:
@@ -214,3 +228,111 @@ def test_an_id_out_of_range_is_told_by_its_own_rank_alone() -> None:
                     ep.synchronize()
             else:
                 ep.synchronize()
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8", "nvfp4_row"])
+def test_rows_that_lie_apart(fmt: str) -> None:
+    """To encode, and quantised; a rank has another view than the next one."""
+    cfg, names = config(2, 2, dispatch_format=fmt), list(TAKEN)
+    with connected(cfg) as made:
+        for turn in range(len(names)):
+            views = [TAKEN[names[(turn + rank) % len(names)]] for rank in range(len(made))]
+            check_views(made, MOST, views, quantised=fmt != "bf16" and turn % 2 == 1, split=turn % 3 == 0)
+
+
+def test_ids_of_64_bits() -> None:
+    cfg = config(2, 2)
+    with connected(cfg) as made:
+        rounds = Rounds(made, 6, FRAMES)
+        for given in rounds.given:
+            for one in given:
+                one["topk_ids"] = one["topk_ids"].long()
+        for number in range(6):
+            rounds.enqueue(number)
+        rounds.check()
+        for ep in made:
+            ids = torch.zeros(2, cfg.top_k, dtype=torch.int64, device=ep.device)
+            ids[1, 1] = 2**40 + 1 if ep.rank == 2 else 1
+            ep.dispatch(torch.ones(2, cfg.hidden, device=ep.device).bfloat16(), ids)
+        for ep in made:
+            if ep.rank == 2:
+                with pytest.raises(EPInputError, match=r"^rank 2: topk_ids.flatten\(\)\[5\] = .* or beyond 32 bits"):
+                    ep.synchronize()
+            else:
+                ep.synchronize()
+
+
+def test_a_wrong_out_is_refused_before_anything_is_sent() -> None:
+    """By one rank while nobody else calls, who would be waited for; then all ranks go on."""
+    with connected(config(2, 2)) as made:
+        rounds, ranks = Rounds(made, 6, FRAMES), range(len(made))
+        rounds.enqueue(0)
+        rounds.check()
+        ep, given = made[1], rounds.given[1][1] | {"frame": rounds.frames[1]}
+        before = ep.mail.words()
+        wrong = replace(ep.allocate(), num_rows=torch.zeros(1, device=ep.device))
+        for call in (ep.dispatch, ep.plan_dispatch):
+            with pytest.raises(EPInputError, match=r"^out\.num_rows"):
+                call(**given, out=wrong)
+        ep.synchronize()
+        assert ep.mail.words() == before
+        sent = [one.dispatch_async(**rounds.given[1][rank], frame=rounds.frames[1]) for rank, one in enumerate(made)]
+        with pytest.raises(EPInputError, match=r"^out\.num_rows"):
+            ep.dispatch_wait(sent[1], wrong)
+        batches = [one.dispatch_wait(sent[rank]) for rank, one in enumerate(made)]
+        sums = torch.zeros(len(given["x"]) + 1, HIDDEN, device=ep.device).bfloat16()
+        with pytest.raises(EPInputError, match=r"^out"):
+            rounds.combine(1, 1, batches[1], out=sums)
+        pending = [one.combine_async(rounds.rows[1][rank], batches[rank]) for rank, one in enumerate(made)]
+        with pytest.raises(EPInputError, match=r"^out"):
+            ep.combine_wait(pending[1], out=sums)
+        home = [one.combine_wait(pending[rank]) for rank, one in enumerate(made)]
+        for rank in ranks:
+            with stream_of(made[rank]):
+                rounds.compare(1, rank, batches[rank], home[rank])
+        for number in range(2, 6):
+            rounds.enqueue(number)
+        rounds.check()
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (2, 2)])
+def test_dispatch_on_one_stream_and_combine_on_another(nodes: int, ranks: int) -> None:
+    """The next dispatch need not wait for the combine before, which is now and then late."""
+    with connected(config(nodes, ranks)) as made:
+        if any(ep.shares_device for ep in made):
+            pytest.skip("ranks that share a GPU have one stream each")
+        rounds = Rounds(made, 6, FRAMES)
+        streams = [tuple(torch.cuda.Stream(ep.device) for _ in range(2)) for ep in made]
+        for ep in made:
+            torch.cuda.synchronize(ep.device)
+        for turn in range(120):
+            number, batches, home = turn % 6, [], []
+            for rank, (first, _) in enumerate(streams):
+                with torch.cuda.stream(first):
+                    batches.append(rounds.dispatch(number, rank))
+            for rank, (first, second) in enumerate(streams):
+                second.wait_stream(first)
+                with torch.cuda.stream(second):
+                    if turn % 7 == rank:
+                        torch.cuda._sleep(2_000_000)
+                    home.append(rounds.combine(number, rank, batches[rank]))
+            for rank, (_, second) in enumerate(streams):
+                with torch.cuda.stream(second):
+                    rounds.compare(number, rank, batches[rank], home[rank])
+                    for tensor in tensors_of(batches[rank].buffers).values():
+                        if tensor is not None:
+                            tensor.record_stream(second)
+        rounds.check()
+
+
+@pytest.mark.parametrize("reads", ["late", "early"])
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (2, 2)])
+def test_many_rounds_in_a_storm(nodes: int, ranks: int, reads: str) -> None:
+    """Mail comes in parts, in any order and late (`tests.storm_rail`). In a process of its own: each of its streams
+    needs a queue, and CUDA reads the number of queues when a process begins."""
+    command = [sys.executable, "-m", "tests.gpu.storm", str(nodes), str(ranks), reads, "2000"]
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    done = subprocess.run(
+        command, cwd=mutants.ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

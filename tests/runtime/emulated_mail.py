@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -36,15 +36,20 @@ def word(address: int) -> torch.Tensor:
 
 
 class Emulated:
-    """A kernel by name, as `driver.Kernel` is launched."""
+    """A kernel by name, as `driver.Kernel` is launched, also by several threads at a time.
 
-    def __init__(self, name: str) -> None:
+    Attributes:
+        given: arguments of the launch that runs.
+    """
+
+    def __init__(self, name: str, given: Mapping[str, int] | None = None) -> None:
+        self.name, self.given = name, given or {}
         self.names = [parameter for parameter, _ in parameters_of(name)]
-        self.run = getattr(self, name)
 
     def launch(self, grid: int, given: Sequence[int], stream: int) -> None:
-        self.given = dict(zip(self.names, given, strict=True))
-        self.run(**{name: value for name, value in self.given.items() if not name.startswith(("group.", "ids."))})
+        one = Emulated(self.name, dict(zip(self.names, given, strict=True)))
+        values = {name: value for name, value in one.given.items() if not name.startswith(("group.", "ids."))}
+        getattr(one, self.name)(**values)
 
     def group(self, name: str) -> int:
         return self.given[f"group.{name}"]

@@ -24,9 +24,8 @@ from cute_ep.runtime.rails.watch import Watch
 from tests.fake_gpu import PlainHostMemory
 from tests.reference.ranks import at_once
 
-from .test_nodes import SHAPES, TOKENS, batch_of, config, connected, fused_round, memory, send_again, two_halves
-
-__all__ = ["memory"]
+from .emulated_nodes import SHAPES, TOKENS, batch_of, config, connected, fused_round, two_halves
+from .test_nodes import send_again
 
 
 class Queues:

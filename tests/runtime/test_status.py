@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +82,15 @@ def test_a_timeout_names_the_rank_and_what_it_has_not_done(
 def test_every_wait_has_its_words() -> None:
     others = {Phase.NONE, Phase.GRID, Phase.ORDER, Phase.PAIR, *INPUT_ERRORS}
     assert set(MISSING) == set(Phase) - others
+
+
+def test_the_page_on_timeouts_has_every_phase_once() -> None:
+    """But those of other errors: EPError says what was out of order, EPInputError what is wrong with the input."""
+    page = (Path(__file__).parents[2] / "docs" / "timeouts.md").read_text()
+    table = page.partition("| phase | ")[2].partition("\n\n")[0].splitlines()[2:]
+    found = [name for row in table for name in re.findall(r"`(\w+)`", row.split(" | ")[0])]
+    others = {Phase.NONE, Phase.ORDER, Phase.PAIR, *INPUT_ERRORS}
+    assert sorted(found) == sorted(phase.name for phase in set(Phase) - others)
 
 
 def test_a_timeout_has_the_flags_that_are_behind(rank: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
