@@ -26,8 +26,9 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.bench.machine import environment
 from cute_ep.layouts.maps.launch import FREE_SMS
 from cute_ep.layouts.maps.mail import Channel
-from cute_ep.runtime.mail import Put, RankMail
+from cute_ep.runtime.mail import RankMail
 from cute_ep.runtime.nodes import NodesCommunicator
+from cute_ep.runtime.rails.engine import Put
 from cute_ep.runtime.rails.nccl_library import NcclLibrary
 from cute_ep.testing.workloads import make_rank_inputs
 from cute_ep.torch_internals import current_stream, sleep_on_gpu

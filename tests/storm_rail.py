@@ -16,7 +16,8 @@ import torch
 
 from cute_ep.layouts.maps.mail import Channel, Piece
 from cute_ep.layouts.maps.mail_arguments import SignalMailArgs
-from cute_ep.runtime.mail import Put, RankMail
+from cute_ep.runtime.mail import RankMail
+from cute_ep.runtime.rails.engine import Put
 from cute_ep.runtime.rails.peers import PeerStores
 from cute_ep.runtime.streams import give_back, take_stream
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 
@@ -33,6 +32,7 @@ from cute_ep.layouts.maps.parameters import Fields, numbers
 from cute_ep.layouts.maps.routing import OutputType
 from cute_ep.runtime.arguments import address, ids_record, row_vectors
 from cute_ep.runtime.driver import Kernel
+from cute_ep.runtime.rails.engine import Engine, Put, words_of
 from cute_ep.runtime.streams import give_back, take_stream
 from cute_ep.runtime.sums import slices_log2
 from cute_ep.torch_internals import current_stream
@@ -56,50 +56,6 @@ class Frame:
     rows: QuantizedRows
     topk_ids: torch.Tensor
     router_weights: torch.Tensor
-
-
-class Put(NamedTuple):
-    """A piece on its way, by offsets in maps.
-
-    Attributes:
-        source: of what goes to node 0's rank in rounds of parity 0.
-        step: from there to what goes to the next node's; 0 where all get the same.
-        to: where it goes in the map of each.
-        to_step: from there to where that of the next node's rank goes.
-        source_turn, to_turn: to those of rounds of parity 1.
-    """
-
-    piece: Piece
-    source: int
-    step: int
-    to: int
-    to_step: int
-    nbytes: int
-    source_turn: int = 0
-    to_turn: int = 0
-
-
-class Engine(Protocol):
-    """What brings pieces of mail to the other ranks of a rail, in stream order.
-
-    Attributes:
-        queued: whether the host says where a piece goes when it queues the put, as for a library. Sums then land by
-            turns in the order of the host's calls; else kernels choose the landing by the parity of the round, which
-            also graphs count that are replayed.
-    """
-
-    queued: bool
-
-    def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
-        """Bring each piece of this rank's mail, of the round that was packed last, to every other node's rank, and then
-        the round to the piece's word of `arrived` there, behind the rounds before. What comes behind on the stream may
-        write to the sources."""
-
-    def free(self, mail: RankMail, channel: Channel) -> None:
-        """Tell every other node's rank that this rank has read what came, after all that is on the stream."""
-
-    def begun(self, channel: Channel) -> int:
-        """Address of the host-visible word for the round that was packed last; 0: nobody asks."""
 
 
 @dataclass(frozen=True)
@@ -246,22 +202,15 @@ class RankMail:
         """Pack the own node's [nodes * F, hidden] sums, and put each node's. Returns their landing, for `add_sums`."""
         landing = self._sums_sent % PARITIES if self.engine.queued else 0
         put = self.sums_put(frame, landing)
-        self._launch(
-            "pack_sums",
-            PackSumsArgs(
-                group=self._group(Channel.SUMS),
-                sums=sums.data_ptr(),
-                out=self.base + put.source,
-                pitch=put.step,
-                turn=put.source_turn,
-                frame=frame,
-                vectors=self.cfg.hidden // 8,
-            ),
-            -(-frame // WARPS),
-        )
+        self._pack_sums(sums, self.base + put.source, put.step, put.source_turn, frame, self.cfg.hidden)
         self.engine.put(self, Channel.SUMS, [put])
         self._sums_sent += 1
         return landing
+
+    def _pack_sums(self, sums: torch.Tensor, out: int, pitch: int, turn: int, frame: int, columns: int) -> None:
+        group, ctas = self._group(Channel.SUMS), -(-frame // WARPS)
+        args = PackSumsArgs(group, sums.data_ptr(), out, pitch, turn, frame, columns // 8)
+        self._launch("pack_sums", args, ctas)
 
     def sums_put(self, frame: int, landing: int) -> Put:
         """What travels of the sums that this rank's node has made. `landing`: the first one."""
@@ -296,6 +245,28 @@ class RankMail:
             -(-(tokens << slices) // WARPS),
         )
         self.free(Channel.SUMS)
+
+    # ---- rows of entries, by an engine that is queued
+
+    def send_entries(self, rows: torch.Tensor, frame: int) -> torch.Tensor:
+        """Pack the own node's [nodes * F, top_k, hidden] bfloat16 rows, and put each node's. Returns new memory, where
+        those of the other nodes land."""
+        cfg, columns = self.cfg, self.cfg.top_k * self.cfg.hidden
+        pitch = sums_bytes(frame, columns)
+        sent, landing = (torch.empty(cfg.nodes, pitch, dtype=torch.uint8, device=rows.device) for _ in range(2))
+        self._pack_sums(rows, sent.data_ptr(), pitch, 0, frame, columns)
+        source, to = sent.data_ptr() - self.base, landing.data_ptr() - self.base + self.node * pitch
+        self.engine.put(self, Channel.SUMS, [Put(Piece.ROUTES, source, pitch, to, pitch, pitch)])
+        return landing
+
+    def take_entries(self, landing: torch.Tensor, frame: int) -> torch.Tensor:
+        """Wait for what lands there. Returns [nodes, F, top_k, hidden] bfloat16, of which the own node's are not
+        there."""
+        cfg, pitch = self.cfg, landing.shape[1]
+        group = self._group(Channel.SUMS)
+        self._launch("await_sums", AwaitMailArgs(group, 1 << Piece.ROUTES, landing.data_ptr(), pitch, 0, frame), 1)
+        self.free(Channel.SUMS)
+        return landing[:, HEADER_BYTES:].view(torch.bfloat16).view(cfg.nodes, frame, cfg.top_k, cfg.hidden)
 
     def free(self, channel: Channel) -> None:
         """Tell the other nodes' ranks that this rank has read what came, once it has."""
@@ -343,8 +314,3 @@ class RankMail:
         grid = max(1, min(ctas, self.parts.max_ctas))
         stream = current_stream(self.memory.device.index) if self.memory.is_cuda else 0
         self.parts.kernels[kernel].launch(grid, numbers(arguments), stream)
-
-
-def words_of(pieces: Sequence[Put]) -> int:
-    """The words of some pieces, a bit each."""
-    return sum(1 << one.piece for one in pieces)

@@ -27,10 +27,11 @@ from cute_ep.api.types import CombineMode, ScaledFormat
 from cute_ep.api.validate import check_buffers, check_input
 from cute_ep.api.validate_combine import OUTPUT_TYPES, check_batch, check_rows, check_sum
 from cute_ep.layouts.maps.mail import Channel
-from cute_ep.layouts.maps.routing import OutputType, Phase
+from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime.flags import over_nodes
 from cute_ep.runtime.local_ops import quantize
 from cute_ep.runtime.mail import Frame, RankMail
+from cute_ep.runtime.node_entries import choose_rows, exact_sums, unweighted_rows
 from cute_ep.runtime.status import Status
 
 
@@ -71,14 +72,15 @@ class NodesPending(PendingDispatch):
 
 
 class SentSums(PendingCombine):
-    """A combine over nodes that was sent: the own node's sums of all nodes, and where those of the others land."""
+    """A combine over nodes that was sent: what the own node has for all nodes, sums [nodes * F, hidden] or rows of
+    entries [nodes * F, top_k, hidden], and where that of the others lands."""
 
     sums: torch.Tensor
-    landing: int
+    landing: int | torch.Tensor
 
 
 class NodesCommunicator(EPCommunicator):
-    """One rank of several nodes on a GPU. Combine takes mode "partial".
+    """One rank of several nodes on a GPU. Where all ranks are in one process combine takes mode "partial" only.
 
     Args:
         node: the communicator of the own node, of `node_config`, in whose `group` all ranks of the process are.
@@ -188,9 +190,9 @@ class NodesCommunicator(EPCommunicator):
     ) -> torch.Tensor:
         self._check_combine(rows, dispatched, mode)
         with self._work(rows, options.out, *_returned(dispatched)):
-            out, out_type = self._output(rows, dispatched, mode, options)
+            weights, out = self._output(rows, dispatched, mode, options)
             with self._sending():
-                self._add(self._send_sums(rows, dispatched, mode), out, out_type)
+                self._add(self._send_sums(rows, dispatched, mode), weights, out)
                 self._combines.count_fused()
         return out
 
@@ -209,8 +211,8 @@ class NodesCommunicator(EPCommunicator):
 
     def _check_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> None:
         """EPInputError unless a combine over nodes can return these rows of this batch."""
-        if mode != "partial":
-            raise EPInputError(f"mode = {mode!r}: must be 'partial' over {self.cfg.nodes} nodes")
+        if mode != "partial" and not self.mail.engine.queued:
+            raise EPInputError(f"mode = {mode!r}: must be 'partial' over {self.cfg.nodes} nodes in one process")
         of_node = dispatched.of_node if isinstance(dispatched, NodesDispatched) else None
         if of_node is None or dispatched.stamp is None:
             raise EPInputError(f"dispatched = {type(dispatched).__name__}: must be what dispatch returned over nodes")
@@ -233,34 +235,47 @@ class NodesCommunicator(EPCommunicator):
         assert isinstance(pending, SentSums)
         dispatched, mode, rows = pending
         with self._work(options.out, pending.sums):
-            out, out_type = self._output(rows, dispatched, mode, options)
+            weights, out = self._output(rows, dispatched, mode, options)
             with self._sending():
-                self._add(pending, out, out_type)
+                self._add(pending, weights, out)
                 self._combines.count_received()
         return out
 
     def _output(
         self, rows: torch.Tensor, dispatched: Dispatched, mode: str, options: SumOptions
-    ) -> tuple[torch.Tensor, OutputType]:
-        """Where the sums of all nodes go, and their type."""
-        _, shape, dtype = check_sum(self.origin, rows, dispatched, mode, options)
-        out = torch.empty(shape, dtype=dtype, device=self.device) if options.out is None else options.out
-        return out, OUTPUT_TYPES[dtype]
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The weights of "exact", and where the result goes."""
+        weights, shape, dtype = check_sum(self.origin, rows, dispatched, mode, options)
+        return weights, torch.empty(shape, dtype=dtype, device=self.device) if options.out is None else options.out
 
     def _send_sums(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> SentSums:
-        """The node's combine, whose sums go to the other nodes' ranks."""
+        """The node's combine, whose sums, or rows of entries, go to the other nodes' ranks."""
         assert isinstance(dispatched, NodesDispatched) and dispatched.of_node is not None
         pending = SentSums(dispatched, mode, rows)
-        pending.sums = self.node.combine(rows, dispatched.of_node, mode=mode)
+        of_node: CombineMode = "partial" if mode == "partial" else "unweighted"
+        pending.sums = self.node.combine(rows, dispatched.of_node, mode=of_node)
         _keep(dispatched.of_node.topk_ids)
-        pending.landing = self.mail.send_sums(pending.sums, self.cfg.frame_rows(dispatched.frame))
+        send = self.mail.send_sums if mode == "partial" else self.mail.send_entries
+        pending.landing = send(pending.sums, self.cfg.frame_rows(dispatched.frame))
         return pending
 
-    def _add(self, pending: SentSums, out: torch.Tensor, out_type: OutputType) -> None:
-        """The sums of all nodes for this rank's tokens."""
-        frame = self.cfg.frame_rows(pending.dispatched.frame)
-        own = pending.sums[self.cfg.node(self.rank) * frame :]
-        self.mail.add_sums(own, out, out_type, frame, pending.landing)
+    def _add(self, pending: SentSums, weights: torch.Tensor | None, out: torch.Tensor) -> None:
+        """The sums of all nodes for this rank's tokens, or their rows."""
+        dispatched, mode, _ = pending
+        frame, node = self.cfg.frame_rows(dispatched.frame), self.cfg.node(self.rank)
+        own = pending.sums[node * frame : (node + 1) * frame]
+        if isinstance(pending.landing, int):
+            self.mail.add_sums(own, out, OUTPUT_TYPES[out.dtype], frame, pending.landing)
+        else:
+            rows = self.mail.take_entries(pending.landing, frame)
+            rows[node] = own
+            chosen, served = choose_rows(self.cfg, rows, dispatched.topk_ids)
+            if mode == "exact":
+                assert weights is not None
+                out.copy_(exact_sums(chosen, served, weights, out.dtype))
+            else:
+                out.copy_(unweighted_rows(chosen, out.dtype))
+            _keep(pending.landing)
         _keep(pending.sums)
 
     # ---- the rest

@@ -30,6 +30,7 @@ from .conftest import LIBRARY
 MOST = 37
 FRAMES = (None, MOST, MOST + 3)
 TIMEOUT_S = 3.0
+MODES = ("partial", "exact", "unweighted")
 SMS_OF_A_STREAM = 48
 """Twice as many, and NCCL's of both channels, fit a GPU together."""
 HANGS_S = 60
@@ -49,7 +50,9 @@ class Round:
         self.given = dict(zip(("x", "topk_ids", "router_weights"), (one[rank] for one in self.columns), strict=True))
         self.want = reference.dispatch(cfg, self.columns[0], self.columns[1], None, self.columns[2], frame=self.frame)
         rows = expert_rows(self.want, cfg.hidden, number)
-        self.rows, self.sums = rows[rank], reference.combine(cfg, rows, self.want)[rank]
+        self.rows, weights = rows[rank], self.columns[2]
+        self.home = {mode: reference.combine(cfg, rows, self.want, weights, mode)[rank] for mode in MODES}
+        self.sums = self.home["partial"]
 
     def run(self, ep: EPCommunicator, *, split: bool) -> None:
         """Dispatch and combine, fused or in halves, in poisoned memory, compared bit for bit."""
@@ -60,13 +63,14 @@ class Round:
             batch = ep.dispatch(**self.given, frame=self.frame, out=buffers)
         ep.synchronize()
         check_dispatched(batch, self.want[self.rank], self.cfg, self.rank)
-        out = poison(torch.empty_like(self.sums))
-        if split:
-            ep.combine_wait(ep.combine_async(self.rows, batch), out=out)
-        else:
-            ep.combine(self.rows, batch, out=out)
-        ep.synchronize()
-        assert_bits(out, self.sums, f"sums of rank {self.rank}")
+        for mode, want in self.home.items():
+            out = poison(torch.empty_like(want))
+            if split:
+                ep.combine_wait(ep.combine_async(self.rows, batch, mode), out=out)
+            else:
+                ep.combine(self.rows, batch, mode=mode, out=out)
+            ep.synchronize()
+            assert_bits(out, want, f"{mode}, rank {self.rank}")
 
 
 def config(ranks_per_node: int, **changes: object) -> EPConfig:

@@ -13,8 +13,9 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
 from cute_ep.layouts.maps.variants import MAIL_KERNELS
 from cute_ep.runtime import status
-from cute_ep.runtime.mail import Engine, MailParts, RankMail
+from cute_ep.runtime.mail import MailParts, RankMail
 from cute_ep.runtime.nodes import NodesCommunicator, node_config
+from cute_ep.runtime.rails.engine import Engine
 from cute_ep.runtime.rails.peers import PeerStores
 from cute_ep.runtime.status import Status
 from cute_ep.testing.compare import assert_bits

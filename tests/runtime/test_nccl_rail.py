@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError, EPTimeout
 from cute_ep.layouts.maps.mail import Channel
@@ -21,8 +22,9 @@ from cute_ep.runtime.rails import nccl, nccl_library
 from cute_ep.runtime.rails.nccl import NcclRail, within
 from cute_ep.runtime.rails.nccl_library import FUNCTIONS, Config, NcclLibrary, UniqueId, code_of, version_text
 from cute_ep.runtime.rails.watch import Watch
+from cute_ep.testing.compare import assert_bits
 from tests.fake_gpu import PlainHostMemory
-from tests.reference.ranks import at_once
+from tests.reference.ranks import at_once, rows_for
 
 from .emulated_nodes import SHAPES, TOKENS, batch_of, config, connected, fused_round, two_halves
 from .test_nodes import send_again
@@ -129,6 +131,37 @@ def test_rounds_are_those_of_the_reference(nodes: int, ranks: int, changes: dict
         for ep in made:
             begun, ended = ep.mail.engine.rounds(Channel.FRAMES)
             assert begun == ended > 0 and ep.mail.engine.rounds(Channel.SUMS) == (3 * 3 + 4,) * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("mode", ["exact", "unweighted"])
+@pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
+def test_modes_that_bring_every_row_have_the_bits_of_one_node(
+    nodes: int, ranks: int, mode: str, dtype: torch.dtype
+) -> None:
+    """Fused, and with two outstanding; also rows of NaN, infinity and -0, and entries that are masked."""
+    cfg = config(nodes, ranks)
+    with over_nccl(cfg) as (made, _):
+        for seed in range(4):
+            given, want = batch_of(cfg, seed, None if seed % 2 else TOKENS)
+            rows = rows_for(want, cfg, seed)
+            for one in rows:
+                one.view(-1)[: 6 * 7 : 7] = torch.tensor([float("nan"), -0.0, float("inf"), -float("inf"), 1e-40, 3e38])
+            weights = [one.router_weights for one in given]
+            sums = reference.combine(cfg, rows, want, weights, mode, dtype)
+            frame = want[0].frame
+
+            def work(rank: int, given=given, rows=rows, frame=frame, sums=sums) -> list[torch.Tensor]:
+                ep = made[rank]
+                batch = ep.dispatch(**vars(given[rank]), frame=frame)
+                fused = ep.combine(rows[rank], batch, mode=mode, dtype=dtype)
+                sent = [ep.combine_async(rows[rank], batch, mode) for _ in range(2)]
+                out = torch.full_like(sums[rank], 7)
+                return [fused, ep.combine_wait(sent[0], dtype=dtype), ep.combine_wait(sent[1], out=out)]
+
+            for rank, results in enumerate(at_once(range(len(made)), work)):
+                for number, one in enumerate(results):
+                    assert_bits(one, sums[rank], f"{seed}, {mode}, result {number} of rank {rank}")
 
 
 def test_the_rank_that_does_not_come_is_named_and_not_who_waits_for_it() -> None:

@@ -13,8 +13,9 @@ import torch
 from cute_ep import reference
 from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.maps.mail import Channel
-from cute_ep.runtime.mail import Put, RankMail
+from cute_ep.runtime.mail import RankMail
 from cute_ep.runtime.nodes import NodesCommunicator
+from cute_ep.runtime.rails.engine import Put
 from cute_ep.runtime.rails.peers import PeerStores
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import RankInputs
@@ -167,9 +168,9 @@ def test_what_nodes_do_not_bring_is_refused_before_anything_is_sent() -> None:
         batches = on_all(made, lambda rank: made[rank].dispatch(**vars(given[rank])))
         rows = torch.zeros(batches[0].tokens.shape[0], cfg.hidden).bfloat16()
         for mode in ("exact", "unweighted"):
-            with pytest.raises(EPInputError, match=f"^mode = '{mode}': must be 'partial' over 2 nodes$"):
+            with pytest.raises(EPInputError, match=f"^mode = '{mode}': must be 'partial' over 2 nodes in one process$"):
                 made[0].combine(rows, batches[0], mode=mode)
-            with pytest.raises(EPInputError, match=f"^mode = '{mode}': must be 'partial' over 2 nodes$"):
+            with pytest.raises(EPInputError, match=f"^mode = '{mode}': must be 'partial' over 2 nodes in one process$"):
                 made[0].combine_async(rows, batches[0], mode)
         with pytest.raises(EPInputError, match=r"^frame = 1: "):
             made[0].dispatch(torch.ones(2, cfg.hidden).bfloat16(), torch.zeros(2, 3, dtype=torch.int32), frame=1)

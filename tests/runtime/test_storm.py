@@ -11,8 +11,8 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.mail import Channel, Piece, RoundWord
-from cute_ep.runtime.mail import Put
 from cute_ep.runtime.nodes import NodesCommunicator
+from cute_ep.runtime.rails.engine import Put
 from tests.storm_rail import Storm, Threads, parts_of
 
 from .emulated_nodes import SHAPES, config, connected, fused_round, on_all, two_halves

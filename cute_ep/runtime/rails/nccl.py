@@ -25,7 +25,8 @@ from cute_ep.layouts.maps.launch import FREE_SMS
 from cute_ep.layouts.maps.mail import Channel, RoundWord
 from cute_ep.runtime import driver_calls
 from cute_ep.runtime.driver import HostMemory, on_device
-from cute_ep.runtime.mail import Put, RankMail
+from cute_ep.runtime.mail import RankMail
+from cute_ep.runtime.rails.engine import Put
 from cute_ep.runtime.rails.nccl_library import NcclLibrary
 from cute_ep.runtime.streams import give_back, take_stream
 from cute_ep.torch_internals import current_stream

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cute_ep.layouts.maps.mail import Channel, RoundWord
-from cute_ep.runtime.mail import Put, RankMail, words_of
+from cute_ep.runtime.mail import RankMail
+from cute_ep.runtime.rails.engine import Put, words_of
 
 
 class PeerStores:
