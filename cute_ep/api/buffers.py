@@ -60,6 +60,9 @@ class DispatchBuffers:
             that are not this rank's, and in all rows that no token has; else None.
         source_ranges: [G, R, 2] int32, of each source in a group (rows, rows of sources before it), of those that a
             block has room for; None in rank-major order, where a group is a source.
+        frame_ids: [nodes * Tmax, K] int32, of the frames of F rows that the ranks of this rank's rail gave, node after
+            node: the expert of each entry among those of this node, from 0 on, -1 where it is another node's. Defined
+            in the first nodes * F rows; combine reads it. None on one node.
         memory: where the tensors come from.
     """
 
@@ -78,6 +81,7 @@ class DispatchBuffers:
     row_weights: torch.Tensor
     row_expert_ids: torch.Tensor | None
     source_ranges: torch.Tensor | None
+    frame_ids: torch.Tensor | None
     memory: Memory = field(default_factory=lambda: Memory(Generation()), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -233,6 +237,7 @@ def buffer_shapes(cfg: EPConfig, rows: int) -> Shapes:
         "row_weights": ((rows, cfg.top_k) if cfg.is_rank_major else (rows,), torch.float32),
         "row_expert_ids": ((rows, cfg.top_k), torch.int32) if cfg.is_rank_major else None,
         "source_ranges": None if cfg.is_rank_major else ((groups, cfg.peers, 2), torch.int32),
+        "frame_ids": None if cfg.nodes == 1 else (routed[1:], torch.int32),
     }
 
 

@@ -82,6 +82,7 @@ class Dispatched:
     row_weights = Of[Tensor]()
     row_expert_ids = Of[Tensor | None]()
     source_ranges = Of[Tensor | None]()
+    frame_ids = Of[Tensor | None]()
 
     def __post_init__(self) -> None:
         if self.weighted is None:
@@ -92,7 +93,7 @@ class Dispatched:
         """The batch that a communicator has received into these buffers, whose generation has counted it, of what its
         rank has sent. `others` are arguments of a subclass."""
         topk_ids, router_weights, slices, _, frame = sent
-        stamp = Stamp(origin, buffers.memory.generation.number, topk_ids, router_weights)
+        stamp = Stamp(origin, buffers.memory.generation.number, topk_ids, router_weights, frame)
         weighted = router_weights is not None
         return cls(buffers, origin.rank, topk_ids, router_weights, slices, False, weighted, frame, stamp, **others)
 
@@ -114,9 +115,9 @@ class Dispatched:
         whether a later dispatch has overwritten them: both are the caller's promise.
 
         Args:
-            tensors: by the names of `DispatchBuffers`. Combine needs READ_BY_COMBINE; those that are left out, or None,
-                are None in the batch. Of `tokens` it reads only how many rows there are; another tensor with as many
-                rows does.
+            tensors: by the names of `DispatchBuffers`. Combine needs READ_BY_COMBINE, and `frame_ids` over nodes; those
+                that are left out, or None, are None in the batch. Of `tokens` it reads only how many rows there are;
+                another tensor with as many rows does.
             rank: the rank that dispatched.
             topk_ids, router_weights: what that rank gave to its dispatch.
             return_slices_log2: `Dispatched.return_slices_log2` of that dispatch.
@@ -223,7 +224,7 @@ class Dispatched:
         generation, cfg, _ = self.buffers.memory
         if cfg is None or self.stamp is None:
             return False
-        own, number, topk_ids, _ = self.stamp
+        own, number, topk_ids, *_ = self.stamp
         return own is origin and number == generation.number and topk_ids is self.topk_ids
 
     def __repr__(self) -> str:

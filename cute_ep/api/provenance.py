@@ -55,10 +55,11 @@ class Stamp(NamedTuple):
     Attributes:
         origin: the communicator's.
         number: `Generation.number` when the batch was received.
-        topk_ids, router_weights: of this rank, which the call has checked.
+        topk_ids, router_weights, frame: of this rank, which the call has checked.
     """
 
     origin: Origin
     number: int
     topk_ids: torch.Tensor
     router_weights: torch.Tensor | None
+    frame: int | None = None

@@ -72,6 +72,9 @@ def check_batch(origin: Origin, dispatched: Dispatched) -> None:
         check_tensor(
             "dispatched.weights", dispatched.weights, shape=routed_shape(cfg), dtype=torch.float32, device=device
         )
+    if cfg.nodes > 1:
+        shape = routed_shape(cfg)[1:]
+        check_tensor("dispatched.frame_ids", dispatched.frame_ids, shape=shape, dtype=torch.int32, device=device)
     ids = dispatched.topk_ids
     check_tensor("dispatched.topk_ids", ids, shape=(None, cfg.top_k), dtype=ID_TYPES, device=device)
     if ids.shape[0] > cfg.max_tokens_per_rank:

@@ -50,6 +50,7 @@ class Batch(NamedTuple):
     row_weights: Tensor
     row_expert_ids: Tensor
     source_ranges: Tensor
+    frame_ids: Tensor
 
     def dispatched(self) -> Dispatched:
         """The batch as the rest of the library takes it, such as `dequantize`. Not in compiled code."""
@@ -65,7 +66,7 @@ def _read(rows: Tensor, batch: Batch, mode: str) -> tuple[Tensor, tuple[Tensor |
     weights = None if mode == "unweighted" else batch.router_weights
     return (
         rows,
-        (batch.topk_ids, weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights),
+        (batch.topk_ids, weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights, batch.frame_ids),
         batch.comm,
     )
 

@@ -66,15 +66,16 @@ class Dispatch(torch.autograd.Function):
         output = call(*inputs)
         ctx.comm, ctx.order = comm, order
         batch = dict(zip(BUFFERS, output, strict=True))
-        ctx.save_for_backward(topk_ids, *(batch[name] for name in ("row_offsets", "row_map", "headers", "weights")))
+        kept = ("row_offsets", "row_map", "headers", "weights", "frame_ids")
+        ctx.save_for_backward(topk_ids, *(batch[name] for name in kept))
         ctx.mark_non_differentiable(*(one for name, one in batch.items() if name != "tokens"))
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_tokens: Tensor, *others: Any) -> tuple:
-        topk_ids, *batch, weights = ctx.saved_tensors
+        topk_ids, *batch, weights, frame_ids = ctx.saved_tensors
         ones, travelled = ones_for(topk_ids, weights)
-        read = grad_tokens, topk_ids, ones, *batch, travelled
+        read = grad_tokens, topk_ids, ones, *batch, travelled, frame_ids
         return None, torch.ops.cute_ep.combine(*read, ctx.comm, "partial", torch.bfloat16, ctx.order), *[None] * 7
 
 
@@ -83,12 +84,11 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Callable, *inputs: Any) -> Tensor:
-        rows, topk_ids, router_weights, row_offsets, row_map, headers, weights, comm, mode, _, order = inputs
+        rows, *kept, comm, mode, _, order = inputs
         ctx.for_rows, ctx.for_weights = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
         check_differentiable(comm, mode, weights=ctx.for_weights)
         ctx.comm, ctx.capacity, ctx.order = comm, rows.shape[0], order
-        kept = rows if ctx.for_weights else None
-        ctx.save_for_backward(kept, topk_ids, router_weights, row_offsets, row_map, headers, weights)
+        ctx.save_for_backward(rows if ctx.for_weights else None, *kept)
         return call(*inputs)
 
     @staticmethod
@@ -102,7 +102,7 @@ class Combine(torch.autograd.Function):
             of_rows if ctx.for_rows else None,
             None,
             of_weights if ctx.for_weights else None,
-            *[None] * 8,
+            *[None] * 9,
         )
 
 

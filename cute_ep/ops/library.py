@@ -24,7 +24,10 @@ OLDEST_TORCH = "2.10"
 NAMESPACE = "cute_ep"
 SENT = "Tensor x, Tensor topk_ids, Tensor? router_weights, Tensor? input_scale, str comm"
 WRITTEN = ", ".join(f"Tensor(a{index}!)? {name}" for index, name in enumerate(BUFFERS))
-KEPT = "Tensor topk_ids, Tensor? router_weights, Tensor row_offsets, Tensor row_map, Tensor headers, Tensor weights"
+KEPT = (
+    "Tensor topk_ids, Tensor? router_weights, Tensor row_offsets, Tensor row_map, Tensor headers, Tensor weights, "
+    "Tensor frame_ids"
+)
 """What combine reads of a batch."""
 ORDER = "Tensor(z!) order"
 SCHEMAS = {
@@ -94,16 +97,18 @@ def dispatch(
 
 def batch_of(rows: Tensor, kept: Sequence[Any], comm: str) -> Dispatched:
     """The batch of which combine returns `rows`; `kept` is KEPT. EPInputError: this process knows no such dispatch."""
-    topk_ids, router_weights, row_offsets, row_map, headers, weights = kept
-    known, tokens = registered(comm), topk_ids.shape[0]
+    topk_ids, router_weights, row_offsets, row_map, headers, weights, frame_ids = kept
+    known, tokens, communicator = registered(comm), topk_ids.shape[0], communicator_of(comm)
     if tokens not in known.slices:
         raise EPInputError(
             f"topk_ids.shape[0] = {tokens}: must be the tokens of a dispatch that this process made with cute_ep.ops"
         )
     tensors = {"tokens": rows, "row_offsets": row_offsets, "row_map": row_map, "headers": headers, "weights": weights}
+    if communicator.cfg.nodes > 1:
+        tensors["frame_ids"] = frame_ids
     return Dispatched.of_tensors(
         tensors,
-        rank=communicator_of(comm).rank,
+        rank=communicator.rank,
         topk_ids=topk_ids.contiguous(),
         router_weights=None if router_weights is None else router_weights.contiguous(),
         return_slices_log2=known.slices[tokens],

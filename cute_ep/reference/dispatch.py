@@ -346,6 +346,12 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
         rows_of = torch.bincount(pair, minlength=cfg.groups * cfg.peers).view(cfg.groups, cfg.peers)
         source_ranges = torch.stack([rows_of, rows_of.cumsum(1) - rows_of], dim=2).int()
 
+    frame_ids = None
+    if cfg.nodes > 1:
+        ids, experts = lower_halves(peers[cfg.place(rank)[0]].topk_ids), cfg.num_experts // cfg.nodes
+        here = (ids >= 0) & (ids // experts == cfg.node(rank))
+        frame_ids = torch.where(here, ids - cfg.node(rank) * experts, -1).int()
+
     blocks = (padded + 127) // 128
     first_block = blocks.cumsum(0) - blocks
     header = [[one.tokens, pack_messages(0, int(one.router_weights is not None)), 0, 0] for one in peers]
@@ -365,5 +371,6 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
         row_weights=row_weights,
         row_expert_ids=row_expert_ids,
         source_ranges=source_ranges,
+        frame_ids=frame_ids,
     )
     return Dispatched(buffers, rank, own.topk_ids, own.router_weights, return_slices_log2=0, frame=own.frame)

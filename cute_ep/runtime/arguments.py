@@ -95,7 +95,7 @@ def input_record(
     )
 
 
-WRITTEN = tuple(name for name in BUFFERS if name != "scales")
+WRITTEN = tuple(name for name in BUFFERS if name not in ("scales", "frame_ids"))
 """Tensors of `DispatchBuffers` of which `Output` has the addresses, by the same names."""
 
 

@@ -114,8 +114,9 @@ class RankMail:
 
     # ---- frames
 
-    def empty_frame(self, frame: int) -> Frame:
-        """Memory for what `unpack` fills: views of the mail, and new tensors for copies of the routes."""
+    def empty_frame(self, frame: int, ids: torch.Tensor) -> Frame:
+        """Memory for what `unpack` fills: views of the mail, and copies of the routes, in `ids` [>= nodes * F, top_k]
+        int32 and in new tensors."""
         cfg, at, count = self.cfg, self.map, self.cfg.nodes * frame
         fmt, device = cfg.format, self.memory.device
         payload = self._view(at.payload.at(), count * at.payload_bytes, payload_dtype(fmt))
@@ -126,7 +127,7 @@ class RankMail:
             row_scales = torch.empty(count, dtype=torch.bfloat16, device=device)
         return Frame(
             QuantizedRows(payload.view(count, payload_columns(fmt, cfg.hidden)), scales, row_scales),
-            torch.empty(count, cfg.top_k, dtype=torch.int32, device=device),
+            ids[:count],
             torch.empty(count, cfg.top_k, dtype=torch.float32, device=device),
         )
 

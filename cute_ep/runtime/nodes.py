@@ -6,10 +6,10 @@ rank's tokens. A combine is the node's partial combine, an exchange of its sums,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -44,25 +44,6 @@ def node_config(cfg: EPConfig) -> EPConfig:
         max_tokens_per_rank=cfg.max_tokens_per_peer,
         ranks_per_node=None,
     )
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class NodesDispatched(Dispatched):
-    """A batch over nodes. `of_node`: the same rows as the own node's communicator knows them."""
-
-    of_node: Dispatched | None = None
-
-    def _changed(self, changes: Mapping[str, Any]) -> Self:
-        if "topk_ids" in changes:
-            raise EPInputError("topk_ids = tensor: must be None over nodes, whose other ranks know those of dispatch")
-        made = super()._changed(changes)
-        assert self.of_node is not None
-        return replace(made, of_node=replace(self.of_node, buffers=made.buffers))
-
-    def without_rows(self) -> Self:
-        made = super().without_rows()
-        assert self.of_node is not None
-        return replace(made, of_node=self.of_node.without_rows())
 
 
 class NodesPending(PendingDispatch):
@@ -110,7 +91,7 @@ class NodesCommunicator(EPCommunicator):
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:
         self._check_usable()
-        return self.node.allocate(capacity)
+        return DispatchBuffers.allocate(self.cfg, self.device, capacity)
 
     # ---- dispatch
 
@@ -118,15 +99,16 @@ class NodesCommunicator(EPCommunicator):
         self._check_dispatch(given, out)
         self._look(given)
         with self._work(*_tensors(given), *_received(out)):
-            buffers = self.node.allocate() if out is None else out
-            rows, frame = self._prepare(given)
+            buffers = DispatchBuffers.allocate(self.cfg, self.device) if out is None else out
+            assert buffers.frame_ids is not None
+            rows, frame = self._prepare(given, buffers.frame_ids)
             with self._sending():
                 self._exchange(given, rows, frame)
-                batch = self.node.dispatch(**_arguments(frame), out=buffers)
+                batch = self.node.dispatch(**_arguments(frame), out=_of_node(buffers))
                 self.mail.free(Channel.FRAMES)
                 self._dispatches.count_fused()
         sent = PendingDispatch(given.topk_ids, given.router_weights, batch.return_slices_log2, (), given.frame)
-        return NodesDispatched.received(batch.buffers, self.origin, sent, of_node=batch)
+        return Dispatched.received(buffers, self.origin, sent)
 
     def _plan_dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Plan[Dispatched]:
         self._check_dispatch(given, out)
@@ -140,12 +122,14 @@ class NodesCommunicator(EPCommunicator):
 
     def _check_buffers(self, out: DispatchBuffers | None) -> None:
         if out is not None:
-            check_buffers(self.node.cfg, out, self.device)
+            check_buffers(self.cfg, out, self.device)
 
     def _send_dispatch(self, given: DispatchInput) -> PendingDispatch:
         self._look(given)
         with self._work(*_tensors(given)):
-            rows, frame = self._prepare(given)
+            count = self.cfg.nodes * self.cfg.frame_rows(given.frame)
+            ids = torch.empty(count, self.cfg.top_k, dtype=torch.int32, device=self.device)
+            rows, frame = self._prepare(given, ids)
             with self._sending():
                 self._exchange(given, rows, frame)
                 sent = self.node.dispatch_async(**_arguments(frame))
@@ -161,21 +145,24 @@ class NodesCommunicator(EPCommunicator):
         assert isinstance(pending, NodesPending)
         self._check_buffers(out)
         with self._work(*_received(out), *pending.keep_alive):
-            buffers = self.node.allocate() if out is None else out
+            buffers = DispatchBuffers.allocate(self.cfg, self.device) if out is None else out
+            assert buffers.frame_ids is not None
+            ids = pending.of_node.topk_ids
             with self._sending():
-                batch = self.node.dispatch_wait(pending.of_node, buffers)
+                self.node.dispatch_wait(pending.of_node, _of_node(buffers))
+                buffers.frame_ids[: len(ids)].copy_(ids)
                 self._dispatches.count_received()
-        return NodesDispatched.received(batch.buffers, self.origin, pending, of_node=batch)
+        return Dispatched.received(buffers, self.origin, pending)
 
-    def _prepare(self, given: DispatchInput) -> tuple[QuantizedRows, Frame]:
-        """This rank's rows in the dispatch format, and memory for all nodes' frames."""
+    def _prepare(self, given: DispatchInput, ids: torch.Tensor) -> tuple[QuantizedRows, Frame]:
+        """This rank's rows in the dispatch format, and memory for all nodes' frames, `ids` for their ids."""
         rows = QuantizedRows(given.x, given.scales, given.row_scales)
         if given.scales is None and self.cfg.format.scale:
             scale = given.input_scale
             if not (scale is None or isinstance(scale, torch.Tensor)):
                 scale = torch.full((1,), scale, dtype=torch.float32, device=self.device)
             rows = quantize(given.x.contiguous(), cast("ScaledFormat", self.cfg.dispatch_format), scale)
-        return rows, self.mail.empty_frame(self.cfg.frame_rows(given.frame))
+        return rows, self.mail.empty_frame(self.cfg.frame_rows(given.frame), ids)
 
     def _exchange(self, given: DispatchInput, rows: QuantizedRows, into: Frame) -> None:
         """Send this rank's frame, and have all nodes'."""
@@ -213,14 +200,11 @@ class NodesCommunicator(EPCommunicator):
         """EPInputError unless a combine over nodes can return these rows of this batch."""
         if mode != "partial" and not self.mail.engine.queued:
             raise EPInputError(f"mode = {mode!r}: must be 'partial' over {self.cfg.nodes} nodes in one process")
-        of_node = dispatched.of_node if isinstance(dispatched, NodesDispatched) else None
-        if of_node is None or dispatched.stamp is None:
-            raise EPInputError(f"dispatched = {type(dispatched).__name__}: must be what dispatch returned over nodes")
-        if dispatched.topk_ids is not dispatched.stamp.topk_ids:
-            raise EPInputError("dispatched.topk_ids: must be those of dispatch over nodes")
-        rows_of_frames = self.cfg.nodes * self.cfg.frame_rows(dispatched.frame)
-        if of_node.topk_ids.shape[0] != rows_of_frames:
-            given = of_node.topk_ids.shape[0] // self.cfg.nodes
+        stamp = dispatched.stamp
+        if stamp is not None and dispatched.topk_ids is not stamp.topk_ids:
+            raise EPInputError("dispatched.topk_ids: must be those of dispatch over nodes, whose other ranks know them")
+        if stamp is not None and dispatched.frame != stamp.frame:
+            given = self.cfg.frame_rows(stamp.frame)
             raise EPInputError(f"dispatched.frame = {dispatched.frame}: must be {given}, that of dispatch")
         check_rows(self.cfg, rows, self.device)
 
@@ -250,14 +234,19 @@ class NodesCommunicator(EPCommunicator):
 
     def _send_sums(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> SentSums:
         """The node's combine, whose sums, or rows of entries, go to the other nodes' ranks."""
-        assert isinstance(dispatched, NodesDispatched) and dispatched.of_node is not None
         pending = SentSums(dispatched, mode, rows)
         of_node: CombineMode = "partial" if mode == "partial" else "unweighted"
-        pending.sums = self.node.combine(rows, dispatched.of_node, mode=of_node)
-        _keep(dispatched.of_node.topk_ids)
+        pending.sums = self.node.combine(rows, self._of_node(dispatched), mode=of_node)
         send = self.mail.send_sums if mode == "partial" else self.mail.send_entries
         pending.landing = send(pending.sums, self.cfg.frame_rows(dispatched.frame))
         return pending
+
+    def _of_node(self, dispatched: Dispatched) -> Dispatched:
+        """The batch as the own node's communicator knows it: of frames, in the same buffers."""
+        assert dispatched.frame_ids is not None
+        ids = dispatched.frame_ids[: self.cfg.nodes * self.cfg.frame_rows(dispatched.frame)]
+        slices = dispatched.return_slices_log2
+        return Dispatched(dispatched.buffers, self.node.rank, ids, None, slices, dispatched.row_per_entry, True)
 
     def _add(self, pending: SentSums, weights: torch.Tensor | None, out: torch.Tensor) -> None:
         """The sums of all nodes for this rank's tokens, or their rows."""
@@ -366,6 +355,11 @@ def _keep(tensor: torch.Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
+def _of_node(buffers: DispatchBuffers) -> DispatchBuffers:
+    """What the node's dispatch writes of them."""
+    return buffers.changed({"frame_ids": None})
+
+
 def _tensors(given: DispatchInput) -> tuple[torch.Tensor | None, ...]:
     """Those that a dispatch reads."""
     scale = given.input_scale if isinstance(given.input_scale, torch.Tensor) else None
@@ -379,7 +373,7 @@ def _received(out: DispatchBuffers | None) -> Iterable[torch.Tensor | None]:
 
 def _returned(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:
     """Those that a combine reads of a batch."""
-    return dispatched.row_map, dispatched.headers, dispatched.weights
+    return dispatched.row_map, dispatched.headers, dispatched.weights, dispatched.frame_ids
 
 
 def _arguments(frame: Frame) -> dict[str, torch.Tensor | None]:

@@ -102,6 +102,8 @@ def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, ra
         ids = torch.full(actual.row_expert_ids.shape, -1, dtype=torch.int32)
         ids[: len(expected.row_expert_ids)] = expected.row_expert_ids
         assert_bits(actual.row_expert_ids, ids, f"{where}row_expert_ids")
+    if expected.frame_ids is not None:
+        assert_prefix_and_poison(actual.frame_ids, expected.frame_ids, POISON, f"{where}frame_ids")
     own = headers[0][cfg.place(rank)[0], HeaderWord.RETURN_SLICES_LOG2]
     assert_bits(own, torch.tensor(actual.return_slices_log2, dtype=own.dtype), f"{where}headers.return_slices_log2")
     given = {where + name: tensor for name in BUFFERS if (tensor := getattr(actual, name)) is not None}

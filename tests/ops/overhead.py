@@ -44,7 +44,7 @@ def main() -> None:
     ep.dispatch, ep.combine = dispatch, combine  # type: ignore[method-assign]
     ops, library = cute_ep.ops, torch.ops.cute_ep
     rows, order = torch.zeros_like(batch.tokens), torch.zeros(1, dtype=torch.int32)
-    kept = ids, weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights
+    kept = ids, weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights, batch.frame_ids
     tensors = [getattr(buffers, name) for name in BUFFERS]
     wanted, given = x.clone().requires_grad_(), rows.clone().requires_grad_()
     table: dict[str, tuple[Callable, ...]] = {

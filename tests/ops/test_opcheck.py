@@ -39,7 +39,8 @@ def inputs(cfg: EPConfig = ALONE) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def kept(batch: cute_ep.ops.Batch) -> tuple[torch.Tensor | None, ...]:
-    return batch.topk_ids, batch.router_weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights
+    of_all = batch.row_map, batch.headers, batch.weights, batch.frame_ids
+    return batch.topk_ids, batch.router_weights, batch.row_offsets, *of_all
 
 
 def order() -> torch.Tensor:

@@ -5,117 +5,24 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError, EPTimeout
 from cute_ep.layouts.maps.mail import Channel
-from cute_ep.runtime.nodes import NodesCommunicator
-from cute_ep.runtime.rails import nccl, nccl_library
-from cute_ep.runtime.rails.nccl import NcclRail, within
+from cute_ep.runtime.rails import nccl_library
+from cute_ep.runtime.rails.nccl import within
 from cute_ep.runtime.rails.nccl_library import FUNCTIONS, Config, NcclLibrary, UniqueId, code_of, version_text
-from cute_ep.runtime.rails.watch import Watch
 from cute_ep.testing.compare import assert_bits
-from tests.fake_gpu import PlainHostMemory
 from tests.reference.ranks import at_once, rows_for
 
-from .emulated_nodes import SHAPES, TOKENS, batch_of, config, connected, fused_round, two_halves
+from .emulated_nccl import over_nccl
+from .emulated_nodes import SHAPES, TOKENS, batch_of, config, fused_round, two_halves
 from .test_nodes import send_again
-
-
-class Queues:
-    """A library whose groups end when all that was sent to them is here, as NCCL's do; a communicator is (id, rank)."""
-
-    def __init__(self) -> None:
-        self.sent: dict[tuple, deque[bytes]] = defaultdict(deque)
-        self.changed, self.ended = threading.Condition(), set[tuple]()
-        self.group_of_thread = threading.local()
-
-    def connect(self, unique_id: bytes, rank: int, ranks: int, max_ctas: int) -> tuple:
-        return unique_id, rank
-
-    @contextmanager
-    def group(self) -> Iterator[None]:
-        self.group_of_thread.calls = []
-        yield
-        for call in self.group_of_thread.calls:
-            call()
-
-    def send(self, address: int, nbytes: int, peer: int, communicator: tuple, stream: int) -> None:
-        where = communicator[0], communicator[1], peer
-        with self.changed:
-            self.sent[where].append(ctypes.string_at(address, nbytes))
-            self.changed.notify_all()
-
-    def receive(self, address: int, nbytes: int, peer: int, communicator: tuple, stream: int) -> None:
-        def take() -> None:
-            came = self.sent[communicator[0], peer, communicator[1]]
-            with self.changed:
-                self.changed.wait_for(lambda: came or communicator in self.ended)
-                if communicator not in self.ended:
-                    content = came.popleft()
-                    assert len(content) == nbytes
-                    ctypes.memmove(address, content, nbytes)
-
-        self.group_of_thread.calls.append(take)
-
-    def abort(self, communicator: tuple) -> None:
-        with self.changed:
-            self.ended.add(communicator)
-            self.changed.notify_all()
-
-
-class Board:
-    """What a rank's store shows of all ranks' words."""
-
-    def __init__(self, rank: int, said: dict[tuple[str, int], str]) -> None:
-        self.rank, self.said = rank, said
-
-    def post(self, name: str, text: str) -> None:
-        self.said[name, self.rank] = text
-
-    def posted(self, name: str, rank: int) -> str:
-        return self.said.get((name, rank), "")
-
-
-@pytest.fixture(autouse=True)
-def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def on_device(device: object) -> Iterator[None]:
-        yield
-
-    stream = SimpleNamespace(cuda_stream=0, query=lambda: True)
-    monkeypatch.setattr(nccl, "HostMemory", PlainHostMemory)
-    monkeypatch.setattr(nccl, "on_device", on_device)
-    monkeypatch.setattr(nccl, "take_stream", lambda device: stream)
-    monkeypatch.setattr(nccl, "give_back", lambda stream: None)
-    monkeypatch.setattr(nccl.driver_calls, "copy", lambda to, source, nbytes, _: ctypes.memmove(to, source, nbytes))
-    monkeypatch.setattr(nccl.driver_calls, "relax_capture", lambda: None)
-
-
-@contextmanager
-def over_nccl(cfg: EPConfig, library: object | None = None) -> Iterator[tuple[list[NodesCommunicator], list[Watch]]]:
-    """The ranks of `connected` with a rail over NCCL each, and their watches, which have not started."""
-    library, said = library or Queues(), {}
-    with connected(cfg) as made:
-        watches = []
-        for ep in made:
-            mail = ep.mail
-            engine = NcclRail(library, torch.device("cpu"), mail.parts.abort)  # type: ignore[arg-type]
-            rail = cfg.place(ep.rank)[0]
-            engine.connect([f"{rail} {channel}".encode() for channel in Channel], mail.node, cfg.nodes)
-            mail.engine = engine
-            engine.introduce(mail)
-            failed = lambda ep=ep: ep.failed  # noqa: E731
-            watches.append(Watch(engine, ep._status, Board(ep.rank, said), failed=failed, timeout_s=cfg.timeout_s))
-        yield made, watches
 
 
 @pytest.mark.parametrize("changes", [{}, {"dispatch_format": "nvfp4_row"}], ids=["bf16", "nvfp4_row"])

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from cute_ep import reference
+from cute_ep.api.buffers import BUFFERS
+from cute_ep.api.dispatched import READ_BY_COMBINE, Dispatched
 from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.maps.mail import Channel
 from cute_ep.runtime.mail import RankMail
@@ -176,8 +178,14 @@ def test_what_nodes_do_not_bring_is_refused_before_anything_is_sent() -> None:
             made[0].dispatch(torch.ones(2, cfg.hidden).bfloat16(), torch.zeros(2, 3, dtype=torch.int32), frame=1)
         with pytest.raises(EPInputError, match=r"^dispatched.frame = 5: must be 7, that of dispatch"):
             made[0].combine(rows, replace(batches[0], frame=TOKENS))
-        with pytest.raises(EPInputError, match=r"^topk_ids = tensor: must be None over nodes"):
-            batches[0].derived(topk_ids=batches[0].topk_ids)
+        with pytest.raises(EPInputError, match=r"^dispatched.topk_ids: must be those of dispatch over nodes"):
+            made[0].combine(rows, batches[0].derived(topk_ids=batches[0].topk_ids.clone()))
+        none = dict.fromkeys(BUFFERS) | {name: getattr(batches[0], name) for name in READ_BY_COMBINE}
+        of_tensors = Dispatched.of_tensors(
+            none, rank=0, topk_ids=batches[0].topk_ids, router_weights=None, return_slices_log2=0, weighted=True
+        )
+        with pytest.raises(EPInputError, match=r"^dispatched.frame_ids"):
+            made[0].combine(rows, of_tensors)
         plain = on_all(made, lambda rank: made[rank].dispatch(given[rank].x, given[rank].topk_ids))
         with pytest.raises(EPInputError, match="give router_weights to dispatch, ones"):
             made[0].combine(rows, plain[0])
@@ -209,8 +217,7 @@ def test_what_keeps_no_rows_keeps_none() -> None:
         given, want = batch_of(cfg, 1, None)
         batches = on_all(made, lambda rank: made[rank].dispatch(**vars(given[rank])).without_rows())
         for one in batches:
-            kept = one.of_node.buffers
-            assert kept.tokens.untyped_storage().nbytes() == one.tokens.untyped_storage().nbytes() < 1024
+            assert one.tokens.untyped_storage().nbytes() < 1024
         rows = rows_for(want, cfg, 1)
         sums = on_all(made, lambda rank: made[rank].combine(rows[rank], batches[rank]))
         for rank, one in enumerate(reference.combine(cfg, rows, want)):

@@ -1,3 +1,6 @@
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -102,11 +105,13 @@ def dispatched(
     *,
     alone: bool = False,
     order: RowOrder = EXPERT_MAJOR,
+    ranks_per_node: int | None = None,
 ) -> tuple[EPConfig, Dispatched, Dispatched]:
     """A configuration, what RANK dispatched into poisoned buffers and what it should have."""
     cfg = EPConfig(
         128, 6, 2, 12, len(tokens), fmt, scale_layout=layout, row_alignment=4, skip_a2a=alone, row_order=order
     )
+    cfg = replace(cfg, ranks_per_node=ranks_per_node)
     inputs = make_inputs(cfg, tokens, "masked", 3)
     xs, ids, weights = ([getattr(one, name) for one in inputs] for name in ("x", "topk_ids", "router_weights"))
     expected = reference.dispatch(cfg, xs, ids, None, weights)
@@ -118,9 +123,9 @@ def dispatched(
     return cfg, batches[RANK], expected[RANK]
 
 
-def order_with(name: str) -> RowOrder:
-    """An order of rows in which there is a tensor of this name."""
-    return RANK_MAJOR if name == "row_expert_ids" else EXPERT_MAJOR
+def options_with(name: str) -> dict[str, Any]:
+    """With which there is a tensor of this name."""
+    return {"row_expert_ids": {"order": RANK_MAJOR}, "frame_ids": {"ranks_per_node": 1}}.get(name, {})
 
 
 def contract(name: str, actual: Dispatched, expected: Dispatched) -> torch.Tensor:
@@ -143,7 +148,7 @@ def contract(name: str, actual: Dispatched, expected: Dispatched) -> torch.Tenso
 @pytest.mark.parametrize("name", BUFFERS)
 def test_a_check_of_dispatch_sees_every_bit_that_the_contract_defines(fmt: str, layout: str | None, name: str) -> None:
     """One element after the other, and of rows one of each: the others may be anything."""
-    cfg, actual, expected = dispatched(fmt, layout, order=order_with(name))
+    cfg, actual, expected = dispatched(fmt, layout, **options_with(name))
     check_dispatched(actual, expected, cfg, RANK)
     tensor = getattr(actual, name)
     if tensor is None:
@@ -180,7 +185,7 @@ def test_a_check_of_dispatch_names_the_source_and_the_word() -> None:
 
 @pytest.mark.parametrize("name", BUFFERS)
 def test_a_check_of_dispatch_sees_what_is_written_behind_a_tensor(name: str) -> None:
-    cfg, actual, expected = dispatched("nvfp4_row", ATOM, order=order_with(name))
+    cfg, actual, expected = dispatched("nvfp4_row", ATOM, **options_with(name))
     torch.empty(0, dtype=torch.uint8).set_(getattr(actual, name).untyped_storage())[-GUARD_BYTES] = 0
     with pytest.raises(AssertionError, match=rf"rank {RANK} {name}: byte 0 behind it"):
         check_dispatched(actual, expected, cfg, RANK)
