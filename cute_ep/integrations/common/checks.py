@@ -7,7 +7,7 @@ Where no other type is named, a broken rule is an EPInputError.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +33,8 @@ Made = TypeVar("Made")
 
 config_of = lru_cache(maxsize=1024, typed=True)(EPConfig)
 """An EPConfig, made once for the same arguments: its checks take as long as a dispatch (50 us of the host)."""
+given = partial(check_tensor, strict=False)
+"""`check_tensor` of a tensor with any strides, that may require a gradient."""
 LEAST_TOKENS = 64
 """Tokens per rank that communicators are made for at least; then powers of two, so that few are made."""
 
@@ -76,18 +78,6 @@ def absent(why: str = "", **given: object) -> None:
     """An error, which ends with `why`, unless all these arguments are None."""
     for name, tensor in given.items():
         require(tensor is None, "{} = tensor: must be None{}", name, why)
-
-
-def given(
-    name: str,
-    tensor: torch.Tensor,
-    *,
-    shape: Sequence[int | None] | None = None,
-    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
-    device: torch.device | None = None,
-) -> None:
-    """`check_tensor` of a tensor with any strides, that may require a gradient."""
-    check_tensor(name, tensor, shape=shape, dtype=dtype, device=device, strict=False)
 
 
 def output(

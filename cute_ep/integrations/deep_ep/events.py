@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -25,7 +25,7 @@ class EventHandle:
             torch.cuda.current_stream().wait_event(self._event)
 
 
-class EventOverlap:
+class EventOverlap(AbstractContextManager["EventOverlap"]):
     """An event that a call returned, None without its `async_finish`, and `extra_tensors`, which live
     as long as it. As a context manager it makes the current stream wait at the end of the block."""
 
@@ -53,12 +53,7 @@ class EventOverlap:
         self._release = release_handle
         return self
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.event is not None:
             self.current_stream_wait(self._release)
         self._release = False

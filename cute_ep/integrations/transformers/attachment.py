@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from threading import RLock
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ DETACHED = (
 )
 
 
-class Attachment:
+class Attachment(AbstractContextManager["Attachment"]):
     """What `attach` returned: the ranks on which the experts of one model run, a device each. A context manager, which
     detaches. Holds neither the model nor its modules: when nobody has the model any more, the next pass or `attach` of
     another one closes the ranks."""
@@ -118,12 +118,7 @@ class Attachment:
         """Tokens of a rank in a pass of `max_tokens`."""
         return -(-self.max_tokens // len(self.devices))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.detach()
 
     def exchange(self, hidden: int, number: int, top_k: int, tokens: int) -> Exchange:
