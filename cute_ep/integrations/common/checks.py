@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from types import UnionType
 from typing import Any, TypeVar
 
 import torch
@@ -67,8 +68,8 @@ def require(ok: object, rule: str, *values: object, error: type[EPError] = EPInp
         raise error(rule.format(*values))
 
 
-def kind(name: str, value: object, wanted: type[Made], rule: str) -> Made:
-    """The value, which must be of this type."""
+def kind(name: str, value: object, wanted: type[Made] | UnionType, rule: str) -> Made:
+    """The value, which must be of this type, or of one of these."""
     if isinstance(value, wanted):
         return value
     raise EPInputError(f"{name} = {type(value).__name__}: must be {rule}")

@@ -13,7 +13,7 @@ from cute_ep import EPConfigError, EPInputError, memory_bytes
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import as_rows, require, roomy_config
 from cute_ep.integrations.deep_ep import calls
-from cute_ep.integrations.deep_ep.calls import Rows, absent, without_gradients
+from cute_ep.integrations.deep_ep.calls import Rows, without_gradients
 from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.layout import GivenLayout, check_layout, routes_of
 from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
@@ -234,8 +234,6 @@ class Buffer(LowLatency):
         weights = None if topk_weights is None else self._normal.combine_weights(topk_weights, route)
         return out, weights, calls.finished(async_finish)
 
-    internode_dispatch, internode_combine = absent("internode_dispatch"), absent("internode_combine")
-    get_local_buffer_tensor = absent("get_local_buffer_tensor")
-    low_latency_update_mask_buffer = absent("low_latency_update_mask_buffer")
-    low_latency_query_mask_buffer = absent("low_latency_query_mask_buffer")
-    low_latency_clean_mask_buffer = absent("low_latency_clean_mask_buffer")
+
+calls.refuse(Buffer, "internode_dispatch internode_combine get_local_buffer_tensor low_latency_update_mask_buffer")
+calls.refuse(Buffer, "low_latency_query_mask_buffer low_latency_clean_mask_buffer")

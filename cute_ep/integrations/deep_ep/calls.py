@@ -26,8 +26,6 @@ Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """bfloat16 rows, or float8_e4m3fn rows and their scale factors."""
-
-
 NAMES: Names = {"hidden": "x.shape[1]", "top_k": "topk_idx.shape[1]", "world_size": "group.size()"}
 
 
@@ -44,14 +42,18 @@ def without_gradients(call: Callable[Given, Returned]) -> Callable[Given, Return
     return wrapped
 
 
-def absent(name: str) -> Callable[..., NoReturn]:
-    """A method that DeepEP has: it raises EPError."""
+def refuse(buffer: type, names: str) -> None:
+    """Give a class the methods of DeepEP, static or not, that the adapter does not have: they raise EPError."""
 
-    def refuse(*arguments: object, **named: object) -> NoReturn:
-        raise EPError(f"{name}: this adapter does not have it (docs/deep_ep.md)")
+    def method(name: str) -> Callable[..., NoReturn]:
+        def refused(*arguments: object, **named: object) -> NoReturn:
+            raise EPError(f"{name}: this adapter does not have it (docs/deep_ep.md)")
 
-    refuse.__name__, refuse.__doc__ = name, "Not supported: raises EPError."
-    return refuse
+        refused.__name__, refused.__doc__ = name, "Not supported: raises EPError."
+        return refused
+
+    for name in names.split():
+        setattr(buffer, name, method(name))
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,6 @@ def check_open(hold: Hold) -> None:
     if hold.communicator.closed:
         why = "by destroy() or, once it had been combined, for a dispatch of more tokens"
         raise EPInputError(f"handle: the memory that it needs was given back, {why}; dispatch again")
-
-
-def check_event(name: str, event: object, *kinds: type) -> None:
-    """EPInputError unless it is of one of these types of events, or None."""
-    if event is not None and not isinstance(event, kinds):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise EPInputError(f"{name} = {type(event).__name__}: must be an {wanted}, or None")
 
 
 def check_payload(x: Rows, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -10,7 +10,7 @@ from cute_ep import EPConfigError, EPError, EPInputError, memory_bytes
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import as_rows, named_config, require
 from cute_ep.integrations.deep_ep import calls
-from cute_ep.integrations.deep_ep.calls import Pooled, Rows, absent, without_gradients
+from cute_ep.integrations.deep_ep.calls import Pooled, Rows, without_gradients
 from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle, Layout
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.normal import entries_of, first_rows
@@ -255,23 +255,19 @@ class ElasticBuffer(Pooled):
         self, event: EventHandle | EventOverlap | None, second: EventHandle | EventOverlap | None, on_comm_stream: bool
     ) -> None:
         """Have the current stream wait for previous events. EPInputError: as of `LowLatency._begin`."""
-        calls.check_event("previous_event", event, EventHandle, EventOverlap)
-        calls.check_event("previous_event_before_epilogue", second, EventHandle, EventOverlap)
+        for name, one in (("previous_event", event), ("previous_event_before_epilogue", second)):
+            checks.kind(name, one, EventHandle | EventOverlap | None, "an EventHandle or EventOverlap, or None")
         require(event is None or on_comm_stream, "previous_event: must come with allocate_on_comm_stream")
         for one in (event, second):
             if one is not None:
                 one.current_stream_wait()
         self._words.raise_found(self._pool)
 
-    engram_write, engram_fetch = absent("engram_write"), absent("engram_fetch")
-    get_engram_storage_size_hint = staticmethod(absent("get_engram_storage_size_hint"))
-    pp_set_config, pp_send, pp_recv = absent("pp_set_config"), absent("pp_send"), absent("pp_recv")
-    get_pp_buffer_size_hint = staticmethod(absent("get_pp_buffer_size_hint"))
-    create_agrs_session, destroy_agrs_session = absent("create_agrs_session"), absent("destroy_agrs_session")
-    agrs_new_session, agrs_set_config = absent("agrs_new_session"), absent("agrs_set_config")
-    agrs_get_inplace_tensor, all_gather = absent("agrs_get_inplace_tensor"), absent("all_gather")
-    get_agrs_num_max_session_bytes = staticmethod(absent("get_agrs_num_max_session_bytes"))
-    get_agrs_buffer_size_hint = staticmethod(absent("get_agrs_buffer_size_hint"))
+
+calls.refuse(ElasticBuffer, "engram_write engram_fetch get_engram_storage_size_hint")
+calls.refuse(ElasticBuffer, "pp_set_config pp_send pp_recv get_pp_buffer_size_hint")
+calls.refuse(ElasticBuffer, "create_agrs_session destroy_agrs_session agrs_new_session agrs_set_config all_gather")
+calls.refuse(ElasticBuffer, "agrs_get_inplace_tensor get_agrs_num_max_session_bytes get_agrs_buffer_size_hint")
 
 
 def _size_hint(ranks: int, tokens: int, hidden: int, entries: int, *, error: type[EPError] = EPInputError) -> int:

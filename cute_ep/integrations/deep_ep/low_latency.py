@@ -62,7 +62,7 @@ class LowLatency(Pooled):
     def _begin(self, previous_event: EventOverlap | None, async_finish: bool, on_comm_stream: bool) -> None:
         """Have the current stream wait for the event. EPInputError: options do not go together, or an earlier call was
         wrong."""
-        calls.check_event("previous_event", previous_event, EventOverlap)
+        checks.kind("previous_event", previous_event, EventOverlap | None, "an EventOverlap, or None")
         event = None if previous_event is None else previous_event.event
         ok = not on_comm_stream or (event is not None and async_finish)
         require(ok, "allocate_on_comm_stream = True: must come with previous_event and async_finish")
