@@ -196,12 +196,12 @@ class VLLM(Rig):
         name = "batched" if batched else "standard"
         module: Any = importlib.import_module(f"cute_ep.integrations.vllm.{name}")
         manager: Any = importlib.import_module("cute_ep.integrations.vllm.manager")
-        options: Any = importlib.import_module("cute_ep.integrations.vllm.manager")
+        layers: Any = importlib.import_module("cute_ep.integrations.vllm.layer")
         self.group, self.manager = group, manager.CuteEPAll2AllManager(group)
         sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": SLOTS, "max_tokens": MOST}
         make = module.CuteEPBatched if batched else module.CuteEPStandard
         self.layer = make(
-            self.manager, module.LayerSizes(**sizes), options=options.Options(static_rows=0 if counted else 32768)
+            self.manager, layers.LayerSizes(**sizes), options=manager.Options(static_rows=0 if counted else 32768)
         )
         self.experts = vllm_parts.experts_of()
         self.layer.post_init_setup(self.experts)

@@ -18,7 +18,7 @@ from cute_ep.api.tensors import overlap
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import FLOATS, as_rows, require
 from cute_ep.integrations.common.halves import Hook
-from cute_ep.integrations.vllm.manager import WORDS, CuteEPAll2AllManager, Options
+from cute_ep.integrations.vllm.manager import DEFAULTS, NAMES, WORDS, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import BF16, FP8
 
 MOST = "a1.shape[0] = {}: must not exceed {}, {}"
@@ -67,30 +67,27 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     received. docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout.
     """
 
+    _made: Callable[..., EPConfig]  # makes the configuration of rows in bfloat16
     _reducer: type | None = None  # of `weight_and_reduce_impl`, where finalize asks for one
 
-    def __init__(self, manager: CuteEPAll2AllManager, cfg: EPConfig, options: Options) -> None:
-        """`cfg`: of rows in bfloat16; `max_tokens_per_rank` is `--max-num-batched-tokens`."""
+    def __init__(self, manager: CuteEPAll2AllManager, sizes: LayerSizes, options: Options = DEFAULTS) -> None:
         super().__init__()
-        self._manager, self._options, self._cfg, self._mode = manager, options, cfg, options.mode
+        self._manager, self._options, every = manager, options, (*sizes, manager.world_size)
+        self._cfg = self._made(NAMES, every, error=EPConfigError, timeout_s=options.timeout_s)
         self._communicator: EPCommunicator | None = None
         self._batches: dict[int, tuple[Dispatched, int]] = {}  # and rows returned, by vLLM's number of the micro-batch
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """Any of int32 and int64."""
-        return None
+        return None  # int32 and int64
 
     def num_dispatchers(self) -> int:
-        """R."""
         return self._cfg.world_size
 
     def output_is_reduced(self) -> bool:
-        """Yes: outputs have the parts of all ranks."""
         return True
 
     def supports_async(self) -> bool:
-        """Yes: shared experts run while rows travel home."""
-        return True
+        return True  # shared experts run while rows travel home
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """Connect for rows as the experts take them, which the layer's class says; collective. EPConfigError: experts
@@ -228,7 +225,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         rows = as_rows(rows.reshape(-1, hidden))
         rows = rows.clone() if overlap(rows, output) else rows  # vLLM may have experts write to the output
         halves.make_way(communicator, FINALIZE, whole=not hooked)
-        hook = halves.combine(communicator, FINALIZE, rows, batch, output, hooked=hooked, mode=self._mode)
+        hook = halves.combine(communicator, FINALIZE, rows, batch, output, hooked=hooked, mode=self._options.mode)
         del self._batches[dbo_current_ubatch_id()]
         return hook
 

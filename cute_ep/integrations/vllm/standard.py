@@ -15,10 +15,10 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.v1.worker import workspace
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPConfigError, EPInputError
+from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPInputError
 from cute_ep.integrations.common.checks import as_rows, named_config, require
 from cute_ep.integrations.vllm.layer import MOST, CuteEPLayer, LayerSizes, PrepareInput, Sending, quantize
-from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager, Options
+from cute_ep.integrations.vllm.manager import DEFAULTS, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import max_rows
 from cute_ep.runtime.routes import count_routes
@@ -41,30 +41,29 @@ class CuteEPStandard(CuteEPLayer):
     Rows without a token are empty.
     """
 
+    _made = staticmethod(named_config)
+
     def __init__(
         self,
         manager: CuteEPAll2AllManager,
         sizes: LayerSizes,
-        options: Options = Options(),  # noqa: B008, it is immutable
+        options: Options = DEFAULTS,
         *,
         sp_size: int = 1,
         graphs: bool = False,
     ) -> None:
         """`sp_size`: ranks that share out a data parallel rank's tokens. `graphs`: whether vLLM captures CUDA
         graphs."""
-        cfg = named_config(NAMES, (*sizes, manager.world_size), error=EPConfigError, timeout_s=options.timeout_s)
-        super().__init__(manager, cfg, options)
+        super().__init__(manager, sizes, options)
         self._sp_size, self._graphs = sp_size, graphs
         self._called: set[int] = set()  # by which micro-batches
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
-        """One row per (token, expert)."""
         return mk.FusedMoEActivationFormat.Standard
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """Nothing depends on it in this format."""
-        return None
+        return None  # nothing depends on it in this format
 
     def _config_for(self, fused_experts: mk.FusedMoEExperts, fp8: bool) -> EPConfig:
         return replace(self._cfg, dispatch_format="fp8", scale_layout="linear") if fp8 else self._cfg
