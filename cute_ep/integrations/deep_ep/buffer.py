@@ -1,8 +1,4 @@
-"""`Buffer`, with the calls of DeepEP V1: it checks arguments and options, and leaves the work to the two modes.
-
-All work runs on the caller's current stream, so `async_finish` overlaps nothing by itself: the event that a call
-returns is recorded behind its kernels.
-"""
+"""`Buffer`, with the calls of DeepEP V1: it checks arguments and options, and leaves the work to the two modes."""
 
 from __future__ import annotations
 
@@ -26,11 +22,11 @@ HANDLE = "what dispatch returned, not a copy of its parts"
 class Buffer(LowLatency):
     """One rank's end of DeepEP V1's interface, a process per rank, all on one machine, each with a GPU of its own or
     none. Arguments, results and orders of rows are DeepEP's where a call says nothing else; options that it does not
-    name have no effect.
+    name have no effect. All work runs on the caller's current stream; a call's event is recorded behind its kernels.
 
-    Communicators are connected when a call first needs one, so the first call of each kind is collective and waits on
-    the host: make it before capturing a CUDA graph. Calls compute no gradients and drop those of their arguments.
-    docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout.
+    The first call of each kind connects: it is collective and waits on the host. Calls compute no gradients and drop
+    those of their arguments. docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is
+    an EPTimeout.
 
     `comm` must be None, `enable_shrink` False (EPConfigError). `rank` and `group_size` are this process's rank in the
     group and how many there are. `num_sms`: how many SMs kernels of normal mode may take, of communicators connected
@@ -168,9 +164,8 @@ class Buffer(LowLatency):
             route = checks.kind("handle", handle, Handle, HANDLE).route
             own = route.routes.ids.shape[0]
             require(tokens == own, "x.shape[0] = {}: must be {}, as of the handle", tokens, own)
-            rows, factors, _ = mode.dispatch(
-                mode.config(hidden, route, scaled=scaled), (*sent, None), route, route.rows
-            )
+            cfg = mode.config(hidden, route, scaled=scaled)
+            rows, factors, _ = mode.dispatch(cfg, (*sent, None), route, route.rows)
             return calls.paired(rows, factors), None, None, None, None, calls.finished(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             names = "num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert"

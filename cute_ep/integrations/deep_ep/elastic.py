@@ -1,5 +1,4 @@
-"""`ElasticBuffer`, with DeepEP V2's dispatch and combine: it checks arguments and options, and leaves the work to
-`elastic_mode`. As in V1's `Buffer` all work runs on the caller's current stream."""
+"""`ElasticBuffer`, with DeepEP V2's calls: it checks arguments and options, and leaves the work to `elastic_mode`."""
 
 from __future__ import annotations
 
@@ -16,6 +15,7 @@ from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.normal import entries_of, first_rows
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, MAX_TOP_K
+from cute_ep.runtime.gpus import sm_budget
 
 SIZE_UNIT = 2 << 20
 """Bytes that sizes of buffers are a multiple of."""
@@ -105,11 +105,8 @@ class ElasticBuffer(Pooled):
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *others: float, **named: float) -> int:
         """SMs that kernels take by default: 24 with `prefer_overlap_with_compute`, else 64, and no more than there
         are."""
-        wanted = OVERLAPPED_SMS if self.prefer_overlap_with_compute else ALONE_SMS
-        device = self._pool.device
-        if device.type == "cpu":
-            return wanted
-        return min(wanted, torch.cuda.get_device_properties(device).multi_processor_count)
+        wanted, device = OVERLAPPED_SMS if self.prefer_overlap_with_compute else ALONE_SMS, self._pool.device
+        return wanted if device.type == "cpu" else min(wanted, sm_budget(device, None))
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """0: nothing leaves the machine."""

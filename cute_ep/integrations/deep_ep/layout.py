@@ -32,8 +32,7 @@ class GivenLayout(NamedTuple):
         """Count; `known` finds it again by `goes`."""
         routes = count_routes(topk_idx, num_experts, ranks)
         versions = _version(topk_idx), _version(routes.counts), _version(routes.goes)
-        counts, by_rank, by_expert, goes, ids, last_ids, _ = routes
-        _GIVEN[goes] = cls(RouteCounts(counts, by_rank, by_expert, None, ids, last_ids), topk_idx, versions)
+        _GIVEN[routes.goes] = cls(routes._replace(goes=None), topk_idx, versions)
         return routes
 
     @staticmethod
@@ -48,7 +47,7 @@ class GivenLayout(NamedTuple):
         same = routes.by_rank is by_rank and routes.by_expert is by_expert
         if not same or versions != (_version(entries), _version(routes.counts), _version(goes)):
             return None
-        return RouteCounts(routes.counts, by_rank, by_expert, goes, routes.ids, routes.last_ids)
+        return routes._replace(goes=goes)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -2,13 +2,7 @@
 
 These are rank-major rows. Tokens go where `is_token_in_rank` says. Where that is what `get_dispatch_layout` made of the
 same top-k entries, dispatch is given these. Otherwise each rank has one expert more, which is in none of DeepEP's
-numbers, and a token has an entry more for each rank that it goes to. Three communicators take part:
-
-| communicator | a message is | when |
-| --- | --- | --- |
-| counts | one rank's numbers of tokens by rank and by expert | each dispatch without a handle, first |
-| rows | a token, in bfloat16 or as given FP8, and its entries | each dispatch; its batch serves combine |
-| words | 32-bit words | where top-k weights are combined |
+numbers, and a token has an entry more for each rank that it goes to.
 """
 
 from __future__ import annotations
@@ -158,7 +152,12 @@ class NormalMode:
         float32 weights, which travel along. Unless each of the `rows` has a token (`exact`), weights behind the last
         are made 0. Returns rows [rows, hidden], their scale factors [rows, factors], and the batch."""
         x, scales, weights = sent
-        wire = None if scales is None else _as_wide(scales, x.shape[1]).view(torch.uint8)
+        wire = None
+        if scales is not None:
+            wire = with_plain_strides(scales.contiguous()).view(torch.float32)
+            if more := x.shape[1] // FP8.block - scales.shape[1]:
+                wire = torch.nn.functional.pad(wire, (0, more))
+            wire = wire.view(torch.uint8)
         communicator = self._connect(cfg)
         (self._words.own.add if route.own else self._words.own.discard)(communicator)
         out = buffers_for(communicator, rows)
@@ -169,7 +168,7 @@ class NormalMode:
         if scales is not None and batch.scales is not None:
             factors = batch.scales[:rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
         if route.of_rows is None or route.of_rows.hold.communicator.closed:
-            route.of_rows = self._returned(communicator, batch)
+            route.of_rows = Returned(self._pool.hold(communicator), batch.without_rows())
         return first_rows(batch.tokens, rows), factors, batch
 
     def combine(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
@@ -192,7 +191,8 @@ class NormalMode:
             nothing = torch.zeros((len(goes), width * 2), dtype=torch.bfloat16, device=weights.device)
             ids = torch.where(goes, torch.arange(ranks, dtype=torch.int32, device=goes.device), -1)
             batch = communicator.dispatch(nothing, ids, out=buffers_for(communicator, route.rows))
-            of_words[width] = self._returned(communicator, batch, topk_ids=ids)
+            kept = batch.without_rows().derived(topk_ids=ids)
+            of_words[width] = Returned(self._pool.hold(communicator), kept)
         communicator, batch = self._home(of_words[width])
         home = communicator.combine(words.view(torch.bfloat16), batch, mode="unweighted")
         home = home.view(torch.float32)[:, :, : weights.shape[1]]
@@ -206,11 +206,6 @@ class NormalMode:
         communicator = self._pool.get(cfg, None, self._opening, self.names)
         self._pool.note_capture(communicator)
         return communicator
-
-    def _returned(self, communicator: EPCommunicator, batch: Dispatched, **changes: torch.Tensor) -> Returned:
-        """What a route keeps of a batch for calls to come, with `Dispatched.derived` tensors."""
-        kept = batch.without_rows()
-        return Returned(self._pool.hold(communicator), kept.derived(**changes) if changes else kept)
 
     def _home(self, returned: Returned) -> tuple[EPCommunicator, Dispatched]:
         """What rows go home by."""
@@ -235,10 +230,3 @@ def buffers_for(communicator: EPCommunicator, rows: int) -> DispatchBuffers:
 def first_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """The first rows of a tensor that may have no others."""
     return tensor if tensor.size(0) == rows else tensor.narrow(0, 0, rows)
-
-
-def _as_wide(scales: torch.Tensor, hidden: int) -> torch.Tensor:
-    """[T, hidden / 128] float32 that has the words of `scales` first."""
-    words = with_plain_strides(scales.contiguous()).view(torch.float32)
-    more = hidden // FP8.block - words.shape[1]
-    return torch.nn.functional.pad(words, (0, more)) if more else words
