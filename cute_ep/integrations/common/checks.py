@@ -1,8 +1,6 @@
 """Rules for arguments that adapters have in common, told in the words of the interface that was called, before anything
-is sent: no rank waits for one that has refused its arguments. Nothing here reads a tensor's elements.
-
-Where no other type is named, a broken rule is an EPInputError.
-"""
+is sent: no rank waits for one that has refused its arguments. Nothing here reads a tensor's elements. Where no other
+type is named, a broken rule is an EPInputError."""
 
 from __future__ import annotations
 
@@ -146,8 +144,7 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def alignment_for(multiple: int, name: str = "padding") -> int:
-    """The least `row_alignment` that pads to a multiple of this. EPConfigError, which calls it `name`: there is
-    none."""
+    """The least `row_alignment` that pads to a multiple of this. EPConfigError, which calls it `name`: none does."""
     integer(name, multiple, error=EPConfigError)
     for alignment in ROW_ALIGNMENTS:
         if alignment % multiple == 0:

@@ -1,9 +1,5 @@
-"""What kernels have found wrong with the contents of tensors, told by an adapter's next call.
-
-Adapters do not wait for the device, so a call cannot say that its own expert ids are wrong. Kernels report it to the
-host's memory, the entry counts as masked (one beyond 32 bits as its lower half), and the round goes on. Every call
-looks there before it sends anything: one that raises can be made again, and no other rank notices.
-"""
+"""What kernels have found wrong with the contents of tensors, and wrote to the host's memory. Every call of an adapter
+looks there before it sends anything (docs/adapters.md)."""
 
 from __future__ import annotations
 
