@@ -5,9 +5,10 @@ ranks."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from flashinfer.moe_ep import (
     BootstrapConfig,
     MoEEpCommParams,
@@ -17,10 +18,10 @@ from flashinfer.moe_ep import (
 )
 
 from cute_ep import Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
+from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import checks, pools, reports
-from cute_ep.integrations.common.checks import as_rows, named_config, require
-from cute_ep.integrations.flashinfer.arguments import Arguments, group_of
+from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, named_config, require
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 
 NAME = "cute_ep"
@@ -34,6 +35,75 @@ FORMATS: dict[str | None, FormatName] = {
     "NVFP4": "nvfp4",
 }
 """What rows of a `QuantFormat` travel as; quantised rows and their scale factors travel unchanged."""
+PARAMS: Names = {
+    "hidden": "params.hidden_size",
+    "num_experts": "params.num_experts",
+    "top_k": "params.top_k",
+    "max_tokens_per_rank": "params.max_tokens_per_rank",
+    "world_size": "bootstrap.world_size",
+    "timeout_s": "config.timeout_s",
+    "block_rows": "params.max_tokens_per_rank",
+}
+
+
+class Arguments(NamedTuple):
+    """What the interface that was called names the arguments of dispatch and combine, and sizes and options."""
+
+    rows: str = "hidden_states"
+    scales: str = "hidden_states_scale"
+    ids: str = "topk_ids"
+    weights: str = "topk_weights"
+    most: str = "max_tokens_per_rank"
+    output: str = "expert_output"
+    sizes: Names = PARAMS
+
+    def check(
+        self,
+        given: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None],
+        stride: int,
+        limits: tuple[int, int],
+        device: torch.device,
+    ) -> None:
+        """EPInputError unless rows, scales, ids and weights can be sent, `stride` rows a source; `limits`: the most
+        rows, and entries of a token."""
+        rows, scales, ids, weights = given
+        most, top_k = limits
+        checks.integer(self.most, stride, 1, most)
+        checks.given(self.rows, rows, shape=(None, None), device=device)
+        tokens = rows.shape[0]
+        require(tokens <= stride, "{}.shape[0] = {}: must not exceed {} = {}", self.rows, tokens, self.most, stride)
+        entries = tokens, top_k
+        checks.given(self.ids, ids, shape=entries, dtype=checks.ID_TYPES, device=device)
+        if weights is not None:
+            checks.given(self.weights, weights, shape=entries, dtype=FLOATS, device=device)
+        if scales is not None:
+            checks.given(self.scales, scales, shape=(tokens, None), device=device)
+
+    def as_sent(
+        self, payload: torch.Tensor, scale: torch.Tensor | None, hidden: int
+    ) -> tuple[FormatName, torch.Tensor, torch.Tensor | None]:
+        """The format that has rows of this size, and rows and scale factors in its types. EPInputError: none has."""
+        size = payload.shape[1] * payload.itemsize
+        factors = 0 if scale is None else scale.shape[1] * scale.itemsize
+        if scale is None and payload.itemsize == 2 and size <= 2 * hidden:
+            wide = payload.view(torch.bfloat16)
+            if size < 2 * hidden:
+                wide = torch.nn.functional.pad(wide, (0, hidden - payload.shape[1]))
+            return "bf16", as_rows(wide), None
+        if size == hidden and factors in (0, hidden // 32):
+            empty = (len(payload), hidden // 32)
+            bits = payload.new_zeros(empty, dtype=torch.uint8) if scale is None else _bytes(scale)
+            return "mxfp8", as_rows(payload).view(torch.float8_e4m3fn), bits
+        kinds: dict[int, FormatName] = {hidden // 32: "mxfp4", hidden // 16: "nvfp4"}
+        if 2 * size == hidden and scale is not None and factors in kinds:
+            return kinds[factors], as_rows(payload).view(torch.uint8), _bytes(scale)
+        raise EPInputError(
+            f"{self.rows}, {self.scales}: have {size} and {factors} bytes a row: must be as dispatch documents them "
+            f"for rows of {hidden} elements"
+        )
+
+
+OWN = Arguments()
 
 
 @dataclass(frozen=True)
@@ -50,10 +120,9 @@ class CuteEPCommunication(MoEEpCommunication):
     """One rank's dispatch and combine, a process per rank, each with a GPU of its own or none.
 
     Everything runs on the caller's current stream, and nothing waits on the host. The constructor is collective, and so
-    is the first dispatch in another format than `params.dispatch_format`: make both before capturing a CUDA graph. All
-    objects of a process group in a process share communicators. Calls compute no gradients. docs/adapters.md says how
-    wrong arguments and ids are told; a rank that does not come is an EPTimeout. After one calls raise it, too. EPError:
-    a call has not the one before that it needs, or the object was destroyed.
+    is the first dispatch in another format than `params.dispatch_format`. Calls compute no gradients. docs/adapters.md
+    says how wrong arguments and ids are told; a rank that does not come is an EPTimeout, also of all later calls.
+    EPError: a call has not the one before that it needs, or the object was destroyed.
 
     `bootstrap.process_group` None is the default group; `params.dtype` must be bfloat16 or None; `config` must be the
     same on all ranks; `names` is what the interface that was called names arguments. EPConfigError: a size or option
@@ -69,7 +138,7 @@ class CuteEPCommunication(MoEEpCommunication):
         params: MoEEpCommParams,
         config: CuteEPConfig | None = None,
         *,
-        names: Arguments = Arguments(),  # noqa: B008, it is immutable
+        names: Arguments = OWN,
     ) -> None:
         super().__init__(bootstrap, params)
         self.config = CuteEPConfig() if config is None else config
@@ -190,8 +259,7 @@ class CuteEPCommunication(MoEEpCommunication):
         self._words.raise_found(self._pool)
 
     def give_up(self) -> None:
-        """Forget a dispatch that gets no combine, as where a request was aborted in between; on all ranks, since a
-        combine waits for all. Sends nothing; without such a dispatch it does nothing."""
+        """Forget a dispatch, if there is one, that gets no combine; on all ranks, since a combine waits for all."""
         self._round = None
 
     @property
@@ -200,8 +268,7 @@ class CuteEPCommunication(MoEEpCommunication):
         return self._pool.device
 
     def synchronize(self) -> None:
-        """Wait for this rank's work, and raise what was found wrong: expert ids out of range, which count as masked
-        (EPInputError), and ranks that did not come (EPTimeout)."""
+        """Wait for this rank's work, and raise what was found wrong: EPInputError of expert ids, EPTimeout of ranks."""
         self._words.synchronize(self._pool)
 
     def destroy(self) -> None:
@@ -215,15 +282,31 @@ class CuteEPCommunication(MoEEpCommunication):
         return self._pool.get(self._config(kind), self.config.sms, names=self._names.sizes)
 
     def _config(self, kind: FormatName) -> EPConfig:
-        params, layout = self.params, None if kind == "bf16" else "linear"
-        most, timeout_s = params.max_tokens_per_rank, self.config.timeout_s
+        params, most = self.params, self.params.max_tokens_per_rank
         sizes = params.hidden_size, params.num_experts, params.top_k, most, self.ep_size
-        options: dict[str, Any] = {"dispatch_format": kind, "scale_layout": layout, "timeout_s": timeout_s}
         return named_config(
-            self._names.sizes, sizes, error=EPConfigError, block_rows=most, row_order=RANK_MAJOR, **options
-        )
+            self._names.sizes, sizes, error=EPConfigError, dispatch_format=kind, block_rows=most, row_order=RANK_MAJOR,
+            scale_layout=None if kind == "bf16" else "linear", timeout_s=self.config.timeout_s,
+        )  # fmt: skip
 
 
 def register() -> None:
     """Make "cute_ep" a communication backend of `flashinfer.moe_ep`; may be called again."""
     register_communication(NAME)(CuteEPCommunication)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return with_plain_strides(tensor.contiguous()).view(torch.uint8)
+
+
+def group_of(group: dist.ProcessGroup | None, rank: int, size: int, names: str) -> dist.ProcessGroup:
+    """The process group of the ranks, the default one for None. EPConfigError: it is not of this rank and size, which
+    arguments of these names have."""
+    if group is None:
+        rule = "process_group = None: needs a default group, call torch.distributed.init_process_group first"
+        require(dist.is_initialized(), rule, error=EPConfigError)
+        group = dist.group.WORLD
+    checks.group("process_group", group)
+    found, rule = (group.rank(), group.size()), "{} = {}, {}: must be those of the process group, {}, {}"
+    require(found == (rank, size), rule, names, rank, size, *found, error=EPConfigError)
+    return group
