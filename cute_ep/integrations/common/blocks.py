@@ -11,6 +11,7 @@ from cute_ep import DispatchBuffers, EPCommunicator, EPConfig, EPError, EPInputE
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common.checks import Names, Sizes, named_config
 from cute_ep.layouts.maps.formats import FP8
+from cute_ep.layouts.maps.record import align_up
 
 PACKED, EXPONENT = 4, 23
 """Exponents (UE8M0) in an int32, and the place of the exponent's lowest bit in a float32."""
@@ -23,6 +24,13 @@ def packed_exponents(scales: torch.Tensor) -> torch.Tensor:
     [..., n / PACKED] int32, the first in the lowest byte. Of uint8 it is the same memory."""
     bits = scales if scales.dtype == torch.uint8 else (scales.view(torch.int32) >> EXPONENT).to(torch.uint8)
     return bits.view(torch.int32)
+
+
+def columns_first(rows: torch.Tensor, multiple: int = 1) -> torch.Tensor:
+    """A copy of [N, n] with neighbours along N, columns at multiples of so many elements."""
+    number, columns = rows.shape
+    memory = torch.empty((columns, align_up(number, multiple)), dtype=rows.dtype, device=rows.device)
+    return memory[:, :number].t().copy_(rows)
 
 
 def block_config(

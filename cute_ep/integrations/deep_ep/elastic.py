@@ -7,12 +7,14 @@ import torch.distributed as dist
 
 from cute_ep import EPConfigError, EPError, EPInputError, memory_bytes
 from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.blocks import columns_first
 from cute_ep.integrations.common.checks import as_rows, named_config, require
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import Pooled, Rows, without_gradients
 from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle, Layout
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.normal import entries_of, first_rows
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, MAX_TOP_K
 from cute_ep.runtime.gpus import sm_budget
@@ -216,7 +218,7 @@ class ElasticBuffer(Pooled):
         if stats is not None:
             stats.add_(made.num_unaligned_recv_tokens_per_expert)
         if factors is not None and use_tma_aligned_col_major_sf:
-            factors = _column_major(factors)
+            factors = columns_first(factors, VECTOR_BYTES // factors.itemsize)
         weights = None if topk_weights is None else weights
         return calls.paired(rows, factors), entries, weights, made, calls.finished(async_with_compute_stream)
 
@@ -274,10 +276,3 @@ def _size_hint(ranks: int, tokens: int, hidden: int, entries: int, *, error: typ
     names = {**NAMES, "hidden": "hidden", "top_k": "num_topk"}
     cfg = named_config(names, (hidden, align_up(entries, ranks), entries, tokens, ranks), error=error)
     return align_up(memory_bytes(cfg), SIZE_UNIT)
-
-
-def _column_major(scales: torch.Tensor) -> torch.Tensor:
-    """The same [rows, n] with neighbours along rows, columns at multiples of 16 bytes."""
-    rows, columns = scales.shape
-    memory = torch.empty((columns, align_up(rows, 16 // scales.itemsize)), dtype=scales.dtype, device=scales.device)
-    return memory[:, :rows].t().copy_(scales)

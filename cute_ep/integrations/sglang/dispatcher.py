@@ -13,7 +13,7 @@ import torch.distributed as dist
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfigError, EPError
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import checks, pools, reports, versions
-from cute_ep.integrations.common.blocks import PACKED, packed_exponents
+from cute_ep.integrations.common.blocks import PACKED, columns_first, packed_exponents
 from cute_ep.integrations.common.checks import FLOATS, as_rows, named_config, require
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.record import align_up
@@ -47,10 +47,9 @@ class CuteEPDispatcher(BaseDispatcher):
     machine.
 
     Layers of equal sizes share a communicator. All work runs on the current stream. One dispatch may await its combine.
-    docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout. SMs and most
-    tokens of a rank come from SGLang's variables, which all ranks must have set alike. With `use_fp8_dispatch` rows are
-    quantised as they are sent, `activation_scale_block_size` elements, 128 or 32, with a scale factor. EPConfigError:
-    an argument or a variable cannot be served.
+    docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout. All ranks
+    must have set SGLang's variables alike. With `use_fp8_dispatch` rows are quantised as they are sent, with a scale
+    factor for each `activation_scale_block_size` elements. EPConfigError: an argument or a variable cannot be served.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class CuteEPDispatcher(BaseDispatcher):
         rows, sent = batch.tokens.shape[0], tokens * cfg.world_size * cfg.top_k
         return DeepEPv2DispatchOutput(
             hidden_states=batch.tokens,
-            hidden_states_scale=packed_columns(batch.scales) if self._packed else batch.scales,
+            hidden_states_scale=columns_first(packed_exponents(batch.scales)) if self._packed else batch.scales,
             topk_ids=None,
             topk_weights=torch.ones(rows, dtype=torch.float32, device=batch.tokens.device),
             psum_num_recv_tokens_per_expert=batch.row_offsets[:-1] + batch.row_counts,
@@ -165,12 +164,11 @@ class CuteEPDispatcher(BaseDispatcher):
         checks.kind("combine_input", combine_input, DeepEPv2CombineInput, "DeepEPv2CombineInput")
         rule = "combine_input.routewise_layout: must be None, the model has to finish its rows first"
         require(combine_input.routewise_layout is None, rule)
-        communicator, rows, room = self._communicator, combine_input.hidden_states, batch.tokens.shape[0]
+        communicator, rows = self._communicator, combine_input.hidden_states
         if communicator is None or communicator.closed:
             raise EPError("combine: the ranks were closed after the dispatch; drop its batch with give_up()")
-        checks.given("combine_input.hidden_states", rows, dtype=torch.bfloat16, device=communicator.device)
-        own, rule = (room, self.cfg.hidden), "combine_input.hidden_states.shape = {}: must be {}, as the rows of the {}"
-        require(rows.shape == own, rule, tuple(rows.shape), own, "dispatch")
+        shape, place = (batch.tokens.shape[0], self.cfg.hidden), communicator.device
+        checks.given("combine_input.hidden_states", rows, shape=shape, dtype=torch.bfloat16, device=place)
         total = communicator.combine(as_rows(rows), batch, mode="partial")
         self._batch = None
         return total
@@ -199,12 +197,6 @@ class CuteEPDispatcher(BaseDispatcher):
 def _sms() -> int | None:
     """SMs that kernels may take; None: SGLang sets no limit."""
     return envs.SGLANG_DEEPEP_V2_NUM_SMS.get() or None
-
-
-def packed_columns(scales: torch.Tensor) -> torch.Tensor:
-    """[N, n] scale factors as [N, n / 4] int32 exponents, neighbours along N."""
-    packed = packed_exponents(scales)
-    return torch.empty(packed.shape[::-1], dtype=packed.dtype, device=packed.device).t().copy_(packed)
 
 
 def _format(fp8: bool, block: int, hidden: int) -> FormatName:
