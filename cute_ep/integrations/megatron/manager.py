@@ -35,12 +35,10 @@ class CuteEPManager(token_dispatcher._DispatchManager):
     """How `MoEFlexTokenDispatcher` sends tokens to experts and back. Made by Megatron, one a layer, for a `group` of TP
     x EP ranks, all on one machine; `num_experts` and `router_topk` are of all of them.
 
-    Rows come by expert, in one block each, so there is no permutation. The host waits once a dispatch for the numbers
-    of rows, which Megatron's experts take as a CPU tensor. Experts multiply by the probabilities; combine adds up.
-    Tokens, the experts' outputs and the gradients of both travel as bfloat16, probabilities and their gradients as
-    float32. Kernels run on the current stream, whatever `async_finish` and `allocate_on_comm_stream` say, and take
-    `moe_deepep_num_sms` SMs. EPConfigError: an option cannot be served. docs/adapters.md says how wrong arguments and
-    ids are told; a rank that does not come is an EPTimeout.
+    Rows come by expert, in one block each, so there is no permutation. Experts multiply by the probabilities, which
+    travel as float32, and so do their gradients; combine adds up. Kernels run on the current stream, whatever
+    `async_finish` and `allocate_on_comm_stream` say. EPConfigError: an option cannot be served. docs/training.md says
+    what travels and waits, docs/adapters.md how wrong arguments and ids are told.
 
     `mode` is of combine; `install` sets it. `token_indices` and `token_probs` are [T, K] int64 expert ids, -1 where an
     entry was dropped, and probabilities; `dispatched_probs` [rows] float32, float64 with `moe_router_dtype` fp64;
@@ -130,25 +128,19 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         return out
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows and their probabilities as they came."""
         return hidden_states, self.dispatched_probs
 
     def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
-        """The rows as they are."""
         return hidden_states
 
     def get_number_of_tokens_per_expert(self) -> Tensor | None:
-        """`tokens_per_expert`."""
         return self.tokens_per_expert
 
 
 def install(mode: CombineMode = "partial") -> None:
     """From now on models with `moe_token_dispatcher_type="flex"` and `moe_flex_dispatcher_backend="deepep"` are built
-    with cute_ep. Call it on all ranks, before the model is built. DeepEP need not be installed.
-
-    `mode` is how rows of a token are added up. "partial" adds those of each rank first, which rounds once more a rank.
-    "exact" adds all in float32 and rounds once, wherever experts are, and sends more. EPConfigError: it is neither.
-    """
+    with cute_ep. Call it on all ranks, before the model is built. DeepEP need not be installed. `mode` is how rows of a
+    token are added up (docs/numerics.md). EPConfigError: it is no mode."""
     checks.mode("mode", mode)
     CuteEPManager.mode = mode
     token_dispatcher._DeepepManager = CuteEPManager

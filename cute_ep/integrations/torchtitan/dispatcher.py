@@ -36,14 +36,9 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
     """How `RoutedExperts` sends tokens to experts and back, over the ranks of the expert parallel mesh, which are all
     on one machine. Differentiable in tokens, scores and the experts' parameters.
 
-    Ranks have equal numbers of tokens, as torchtitan promises. Tokens, the experts' outputs and the gradients of both
-    travel as bfloat16. Scores are applied in combine, in float32. `communicator` is its name in `cute_ep.ops`, None
-    until it is connected. docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an
-    EPTimeout.
-
-    Without `non_blocking_capacity_factor` the host waits once a dispatch for the number of rows. With it nothing waits:
-    there is room for that part of the rows that any routing can bring; if more come to a rank, every token with a row
-    there becomes NaN.
+    Ranks have equal numbers of tokens, as torchtitan promises. Scores are applied in combine, in float32.
+    `communicator` is its name in `cute_ep.ops`, None until it is connected. docs/training.md says what travels and
+    waits, docs/adapters.md how wrong arguments and ids are told.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -52,9 +47,8 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         1]; `pad_multiple`: each expert's rows are padded with zeros to a multiple of it.
 
         With `hidden_dim` and `num_max_tokens_per_rank` the ranks connect when the model is parallelised; otherwise in
-        the first call, and again when more tokens come. `mode` is of combine: "partial" adds rows of each rank first,
-        which rounds once more a rank; "exact" sends more. `sms`: SMs that one kernel may take; None: all but 8, which
-        are left to FSDP's NCCL kernels.
+        the first call, and again when more tokens come. `mode` is of combine (docs/numerics.md). `sms`: SMs that one
+        kernel may take; None: all but 8.
         """
 
         mode: CombineMode = "partial"
@@ -160,9 +154,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
 
 
 class CuteEPSelectiveAC(SelectiveAC):
-    """Selective activation checkpointing that saves what dispatch and combine return, so that the backward pass makes
-    neither their rounds again nor the exchange of numbers of rows. Compiled models need it: torch 2.13 cannot make them
-    again there."""
+    """Selective activation checkpointing that saves what dispatch and combine return (docs/training.md)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):

@@ -149,17 +149,15 @@ def attach(
     """Run the experts of a model over several ranks of this process, until `Attachment.detach`.
 
     All experts modules in the model that transformers' experts interface serves get the implementation "cute_ep". The
-    parameters stay where they are, and the model can be trained, saved and loaded as before. A copy of the model, or
-    one that was pickled, must be attached itself: its experts raise EPError until then. Tokens travel as bfloat16, and
-    so do the experts' outputs, or their sums, and the gradients of both; sums are made in float32.
+    parameters stay where they are, and the model can be trained, saved and loaded as before (docs/transformers.md). The
+    experts of a copy raise EPError until it is attached itself.
 
     Args:
         model: a model of transformers, or any module that contains one or its experts.
         devices: one a rank, as of `cute_ep.connect_local`: several GPUs, one GPU several times, or "cpu" everywhere.
         max_tokens: most tokens (sequences times their length) that one pass has, up to 32768 a rank. If more come the
             ranks connect again, with more room.
-        mode: of combine, and of the sums of gradients. "partial" rounds the sum of each rank to bfloat16 before it
-            travels; "exact" sends all rows, and gives the same bits on any number of ranks.
+        mode: of combine, and of the sums of gradients (docs/numerics.md).
 
     Raises:
         EPConfigError: the model has no such experts, or some that are attached already, are quantised, compute

@@ -30,16 +30,10 @@ FEWER = "use shorter or fewer sequences a pass"
 
 
 class CuteEP(EPImplementation):
-    """How the experts of a module get their tokens: by a dispatch and a combine over the EP group.
-
-    The ranks of a TP group, which hold the same batch, take disjoint parts of it. Before each dispatch the ranks tell
-    each other how many rows and tokens come, a small exchange that the host waits for, and connect again when more
-    tokens come than there is room for. Differentiable in hidden states, weights and experts. Tokens, the experts'
-    outputs and the gradients of both travel as bfloat16; sums are float32.
-
-    Rows come in the order of experts, so these are computed as of `attach`, without sorting rows again. Experts that
-    this version does not know, quantised ones for one, compute themselves.
-    """
+    """How the experts of a module get their tokens: by a dispatch and a combine over the EP group. The ranks of a TP
+    group, which hold the same batch, take disjoint parts of it. Before each dispatch the ranks tell each other how many
+    rows and tokens come, and connect again when more tokens come than there is room for. Differentiable in hidden
+    states, weights and experts (docs/transformers.md)."""
 
     _known: bool | None = None  # whether `experts.run` computes what they do; None before the first call
     _gate: experts.FoundGate | None = None

@@ -64,7 +64,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     All ranks of the manager, an expert parallel group of R ranks, make the same calls; rank r has experts [r * E/R, (r
     + 1) * E/R). Everything runs on the current stream. With `--enable-dbo` two batches, each in a thread, take turns:
     prepare and finalize alternate in each, and between two turns each phase has at most one round that was sent and not
-    received. docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout.
+    received. docs/adapters.md says how wrong arguments and ids are told.
     """
 
     _made: Callable[..., EPConfig]  # makes the configuration of rows in bfloat16

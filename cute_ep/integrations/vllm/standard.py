@@ -33,12 +33,8 @@ class CuteEPStandard(CuteEPLayer):
     expert; [N, 1] expert ids of the whole model, that of another rank where there is no token; [N, 1] ones. Each
     expert's rows in FP8 are padded with zeros to a multiple of 4.
 
-    It waits on the host for the numbers of rows if there may be more than `Options.static_rows`, unless a CUDA graph is
-    being captured.
-
-    Where vLLM captures CUDA graphs, the memory that its experts compute in does not grow afterwards. So the first call
-    of each micro-batch, in vLLM's profiling run, returns as many rows as `max_tokens` tokens a rank can ever bring.
-    Rows without a token are empty.
+    docs/vllm.md says when it waits on the host for the numbers of rows, and how many rows the first call of each
+    micro-batch, in vLLM's profiling run, returns where vLLM captures CUDA graphs. Rows without a token are empty.
     """
 
     _made = staticmethod(named_config)
