@@ -16,7 +16,6 @@ import torch
 
 from cute_ep import EPConfig, EPInputError
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import Names, named_config, require
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.normal import NormalMode, Route
 from cute_ep.integrations.deep_ep.rows import rank_index
@@ -26,7 +25,7 @@ from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.routes import count_routes
 from cute_ep.runtime.sums import sum_rows
 
-NAMES: Names = {
+NAMES: checks.Names = {
     **calls.NAMES,
     "max_tokens_per_rank": "num_max_tokens_per_rank",
     "timeout_s": "num_gpu_timeout_secs",
@@ -46,7 +45,7 @@ class Layout(NamedTuple):
         """EPInputError: a size breaks its rule."""
         experts, most, alignment, expand = self
         calls.check_experts(experts, ranks)
-        require(most != 0, "num_max_tokens_per_rank = {}: must be positive, here or in the constructor", most)
+        checks.require(most != 0, "num_max_tokens_per_rank = {}: must be positive, here or in the constructor", most)
         checks.integer("num_max_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
         checks.integer("expert_alignment", alignment)
         if expand and alignment not in ROW_ALIGNMENTS:
@@ -173,8 +172,8 @@ class ElasticMode(NormalMode):
     """Dispatch and combine of an `ElasticBuffer`. `sms`, an attribute: how many kernels may take, of communicators
     connected from now on; `reduce`: whether expanded rows are added on their rank first."""
 
-    names: Names = NAMES
-    _made: Callable[..., EPConfig] = staticmethod(named_config)
+    names: checks.Names = NAMES
+    _made: Callable[..., EPConfig] = staticmethod(checks.named_config)
 
     def __init__(self, pool: GroupPool, words: calls.LayoutWords, sms: int, timeout_s: float, *, reduce: bool) -> None:
         super().__init__(pool, lambda device: self.sms, words, timeout_s)

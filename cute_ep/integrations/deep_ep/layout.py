@@ -8,7 +8,6 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import require
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOP_K
@@ -66,7 +65,7 @@ def check_layout(
     calls.check_experts(experts, ranks, "num_tokens_per_expert.shape[0]")
     if topk_idx is not None:
         rule = "num_tokens_per_expert.shape[0] = {}: must not exceed {} with an is_token_in_rank of one's own"
-        require(experts + ranks <= MAX_EXPERTS, rule, experts, MAX_EXPERTS - ranks)
+        checks.require(experts + ranks <= MAX_EXPERTS, rule, experts, MAX_EXPERTS - ranks)
         checks.given("topk_idx", topk_idx, shape=(goes.shape[0], None), dtype=checks.ID_TYPES, device=device)
         checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K - ranks, experts))
 

@@ -16,7 +16,6 @@ import torch
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import Names, as_rows, roomy_config
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.layout import whole_vectors
 from cute_ep.layouts.maps.formats import FP8
@@ -26,7 +25,7 @@ from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.pool import Hold, Opening
 from cute_ep.runtime.routes import RouteCounts
 
-NAMES: Names = {
+NAMES: checks.Names = {
     **calls.NAMES,
     "num_experts": "num_tokens_per_expert.shape[0]",
     "max_tokens_per_rank": "x.shape[0], of the rank with the most tokens,",
@@ -100,8 +99,8 @@ class Route:
 class NormalMode:
     """Normal mode over the communicators of a group, on the current stream."""
 
-    names: Names = NAMES
-    _made: Callable[..., EPConfig] = staticmethod(roomy_config)
+    names: checks.Names = NAMES
+    _made: Callable[..., EPConfig] = staticmethod(checks.roomy_config)
 
     def __init__(
         self, pool: GroupPool, opening: Opening, words: calls.LayoutWords, timeout_s: float = EPConfig.timeout_s
@@ -163,7 +162,7 @@ class NormalMode:
         out = buffers_for(communicator, rows)
         if weights is not None and not exact:
             out.row_weights.zero_()
-        batch = communicator.dispatch(as_rows(x), route.routes.ids, weights, scales=wire, out=out)
+        batch = communicator.dispatch(checks.as_rows(x), route.routes.ids, weights, scales=wire, out=out)
         factors = None
         if scales is not None and batch.scales is not None:
             factors = batch.scales[:rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()

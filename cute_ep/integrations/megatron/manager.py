@@ -15,14 +15,13 @@ import cute_ep.ops
 from cute_ep import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
 from cute_ep.integrations.common import checks, pools, reports
-from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, named_config, require
 from cute_ep.ops.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.runtime.routes import count_routes
 
 LOG = logging.getLogger(__name__)
 FEWER = "lower --micro-batch-size, or raise --context-parallel-size"
 """What to do about too many tokens."""
-NAMES: Names = {
+NAMES: checks.Names = {
     "hidden": "hidden_states.shape[1]",
     "top_k": "router_topk",
     "max_tokens_per_rank": "hidden_states.shape[0], of the rank with the most tokens,",
@@ -59,20 +58,20 @@ class CuteEPManager(token_dispatcher._DispatchManager):
             rule = "must be False with cute_ep, whose kernels of two streams may wait for each other's SMs"
             raise EPConfigError(f"overlap_moe_expert_parallel_comm = True: {rule}")
         checks.group("group", group)
-        named_config(NAMES, (SCALAR_HIDDEN, num_experts, router_topk, 1, group.size()), error=EPConfigError)
+        checks.named_config(NAMES, (SCALAR_HIDDEN, num_experts, router_topk, 1, group.size()), error=EPConfigError)
         checks.sms("moe_deepep_num_sms", config.moe_deepep_num_sms)
         self.group, self.config = group, config
         self.num_local_experts, self.num_experts, self.router_topk = num_local_experts, num_experts, router_topk
         self.row_alignment = 1
         if config.moe_router_padding_for_quantization:
             padding = get_align_size_for_quantization(config)
-            self.row_alignment = alignment_for(padding, "moe_router_padding_for_quantization")
+            self.row_alignment = checks.alignment_for(padding, "moe_router_padding_for_quantization")
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
         """Take the routing of a batch: [T, ranks, num_local_experts] bool, and probabilities of that shape."""
         shape = None, self.group.size(), self.num_local_experts
         checks.given("routing_map", routing_map, shape=shape, dtype=torch.bool)
-        checks.given("probs", probs, shape=tuple(routing_map.shape), dtype=FLOATS, device=routing_map.device)
+        checks.given("probs", probs, shape=tuple(routing_map.shape), dtype=checks.FLOATS, device=routing_map.device)
         chosen = torch.where(routing_map, probs, -torch.inf).flatten(1)
         values, ids = chosen.topk(self.router_topk, dim=-1)
         dropped = values == -torch.inf
@@ -91,10 +90,10 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         WORDS.raise_found(ranks)
         checks.given("hidden_states", hidden_states, shape=(None, None), device=ranks.device)
         rule = "hidden_states.dtype = {}: must be torch.bfloat16; train with bf16=True"
-        require(hidden_states.dtype == torch.bfloat16, rule, hidden_states.dtype)
+        checks.require(hidden_states.dtype == torch.bfloat16, rule, hidden_states.dtype)
         (tokens, hidden), routed = hidden_states.shape, self.token_indices.shape[0]
         checks.most("hidden_states.shape[0]", tokens, FEWER)
-        require(tokens == routed, "hidden_states.shape[0] = {}: must be {}, as of routing_map", tokens, routed)
+        checks.require(tokens == routed, "hidden_states.shape[0] = {}: must be {}, as of routing_map", tokens, routed)
         checks.given("routing_map", self.token_indices, device=ranks.device)
         sizes, alignment = (self.num_experts, self.router_topk), self.row_alignment
         pools.config_for(ranks, NAMES, (hidden, *sizes, tokens), alignment)

@@ -37,10 +37,6 @@ NAMES: Names = {
     "max_tokens_per_rank": "tokens of a rank",
     "world_size": "len(devices)",
 }
-DETACHED = (
-    "the ranks of this forward pass are closed: make its backward pass before detach(), before the end of "
-    "`with attach(...)`, and while there is the model"
-)
 
 
 class Attachment(AbstractContextManager["Attachment"]):
@@ -139,7 +135,7 @@ class Attachment(AbstractContextManager["Attachment"]):
                 LOG.info("%d tokens a rank, more than %d: connecting again", need, found.cfg.max_tokens_per_rank)
                 del self._exchanges[key], found  # frees its memory, unless a graph needs it
             room = min(max(room, need), MAX_TOKENS_PER_RANK)
-            made = self._exchanges[key] = Exchange(self._pool, named_config(NAMES, (*key, room, ranks)), DETACHED)
+            made = self._exchanges[key] = Exchange(self._pool, named_config(NAMES, (*key, room, ranks)))
             return made
 
 

@@ -6,8 +6,9 @@ autograd function makes a call for all ranks, forward and backward, so every ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,17 +27,19 @@ from cute_ep.runtime.routes import RouteCounts
 UNCOUNTED_ENTRIES = 2048
 """Most entries (tokens times top-k) of a pass that may have room for all of them on each rank. Of hidden 7168 that many
 rows take 28 MiB."""
-Made = TypeVar("Made")
+CLOSED = (
+    "the ranks of this forward pass are closed: make its backward pass before detach(), before the end of "
+    "`with attach(...)`, and while there is the model"
+)
 
 
 class Exchange:
     """The communicators of all ranks, which are in this process: one a rank, opened in a pool, which closes them, for
     bfloat16 rows of configuration `cfg`. Raises what `connect_local` raises. Calls may come from any thread; where
-    ranks share a device they wait for their results (`waits`). `closed`: what EPError says where a call comes too
-    late."""
+    ranks share a device they wait for their results (`waits`)."""
 
-    def __init__(self, pool: LocalPool, cfg: EPConfig, closed: str = "the exchange was closed") -> None:
-        self.cfg, self._pool, self._closed = cfg, pool, closed
+    def __init__(self, pool: LocalPool, cfg: EPConfig) -> None:
+        self.cfg, self._pool = cfg, pool
         self.communicators = pool.open(cfg).communicators
         self._hold = pool.hold(self.communicators[0])
         self.devices = [communicator.device for communicator in self.communicators]
@@ -49,15 +52,12 @@ class Exchange:
     ) -> list[Dispatched]:
         """A dispatch by all ranks, of one of each argument a rank, as of `EPCommunicator.dispatch`, with room for
         `capacities` rows: batches in memory of their own, whose `row_map` is -1 for tokens that do not exist."""
-
-        def call() -> list[Dispatched]:
+        with self._together():
             pairs = zip(self.communicators, capacities, strict=True)
             buffers = [communicator.allocate(capacity) for communicator, capacity in pairs]
             for one in buffers:
                 one.row_map.fill_(-1)
             return self._dispatch(xs, ids, weights, outs=buffers)
-
-        return self._together(call)
 
     def combine(
         self,
@@ -68,23 +68,24 @@ class Exchange:
         dtype: torch.dtype,
     ) -> list[Tensor]:
         """A combine by all ranks, one list entry a rank, as of `EPCommunicator.combine`."""
-        return self._together(lambda: self._combine(rows, batches, weights, mode=mode, dtype=dtype))
+        with self._together():
+            return self._combine(rows, batches, weights, mode=mode, dtype=dtype)
 
     def note_capture(self) -> None:
         """To be called by a pass that may go into a CUDA graph."""
         self._pool.note_capture(self.communicators[0])
 
-    def _together(self, call: Callable[[], Made]) -> Made:
-        """What a call of all ranks makes, with no other call between their launches."""
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Around a call of all ranks: no other call comes between their launches."""
         with CALLING:
             self._pool.sweep()
             if self.communicators[0].closed:
-                raise EPError(self._closed)
-            made = call()
+                raise EPError(CLOSED)
+            yield
             if self.waits:
                 for communicator in self.communicators:
                     communicator.synchronize()
-        return made
 
 
 class Round:
@@ -93,9 +94,8 @@ class Round:
     backward pass may come; `mode`: of combine and of what the backward pass adds up.
 
     Attributes:
-        rows: that there is room for on each rank: exactly those that come. The host waits for the ids to count them.
-            Without gradients, with a device for each rank and with at most `UNCOUNTED_ENTRIES` entries it does not
-            wait, and there is room for all entries on each rank.
+        rows: that there is room for on each rank: exactly those that come, for which the host waits; or all entries,
+            without gradients, with a device for each rank and with at most `UNCOUNTED_ENTRIES` entries.
         batches: one a rank, without the rows and their memory.
     """
 

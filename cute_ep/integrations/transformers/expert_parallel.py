@@ -13,12 +13,11 @@ import cute_ep.ops
 from cute_ep import EPConfigError
 from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.integrations.common import checks, pools
-from cute_ep.integrations.common.checks import Names, named_config
 from cute_ep.integrations.transformers import experts
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.runtime.routes import count_routes
 
-NAMES: Names = {
+NAMES: checks.Names = {
     "hidden": "hidden_states.shape[1]",
     "num_experts": "experts of all ranks",
     "top_k": "top_k_index.shape[1]",
@@ -41,7 +40,7 @@ class CuteEP(EPImplementation):
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.num_experts = self.num_local_experts * ep_mesh.size()
-        named_config(NAMES, (VECTOR_BYTES // 2, self.num_experts, 1, 1, ep_mesh.size()), error=EPConfigError)
+        checks.named_config(NAMES, (VECTOR_BYTES // 2, self.num_experts, 1, 1, ep_mesh.size()), error=EPConfigError)
         self._experts: Any = experts
 
     @torch.compiler.disable

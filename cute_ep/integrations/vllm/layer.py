@@ -23,8 +23,10 @@ from cute_ep.layouts.maps.formats import BF16, FP8
 
 MOST = "a1.shape[0] = {}: must not exceed {}, {}"
 """Rule for the tokens of a call, the most, and what those come from."""
-DEFERRED = "defer_input_quant = True: must be as it was when the layer was made"
 PREPARE, FINALIZE = "prepare", "finalize"
+QUANTIZED_BY = (
+    *("quant_dtype", "per_act_token_quant", "block_shape", "is_scale_swizzled", "is_scale_transposed", "mx_alignment"),
+)
 
 
 class LayerSizes(NamedTuple):
@@ -157,7 +159,20 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     def _prepare(self, given: PrepareInput, *, hooked: bool) -> tuple[Hook | None, mk.ReceiverType]:
         """Send, and receive, unless it is `hooked`: then a hook receives. What returns the result, once received. Rows
         that are multiplied by their weights here, combine multiplies by 1."""
-        self._check_prepare(given)
+        WORDS.raise_found(self._manager.pool)
+        cfg, device, a1, num_experts = self._cfg, self._manager.pool.device, given.a1, given.num_experts
+        checks.given("a1", a1, shape=(None, cfg.hidden), device=device)
+        rule = "a1.dtype = {}: must be torch.bfloat16, start vLLM with --dtype bfloat16"
+        require(a1.dtype == torch.bfloat16, rule, a1.dtype)
+        same = num_experts == cfg.num_experts
+        require(same, "num_experts = {}: must be {}, as the layer's", num_experts, cfg.num_experts)
+        shape, most = (a1.shape[0], cfg.top_k), cfg.max_tokens_per_rank
+        require(shape[0] <= most, MOST, shape[0], most, "--max-num-batched-tokens of the server")
+        checks.given("topk_ids", given.topk_ids, shape=shape, dtype=checks.ID_TYPES, device=device)
+        checks.given("topk_weights", given.topk_weights, shape=shape, dtype=FLOATS, device=device)
+        require(not given.weighted or cfg.top_k == 1, "topk_ids.shape[1] = {}: must be 1 to weight inputs", cfg.top_k)
+        rule = "defer_input_quant = True: must be as it was when the layer was made"
+        require(cfg.format is BF16 or not given.defer_input_quant, rule)
         communicator, halves, number = self._connected(), self._manager.halves, dbo_current_ubatch_id()
         halves.make_way(communicator, PREPARE, whole=not hooked)
         rows, weights = given.a1, given.topk_weights.float().contiguous()
@@ -236,32 +251,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             raise EPError("the layer's all2all manager was destroyed: make the layer again")
         return self._communicator
 
-    def _check_prepare(self, given: PrepareInput) -> None:
-        """EPInputError: an argument of prepare breaks its rule, or one of an earlier call did."""
-        WORDS.raise_found(self._manager.pool)
-        cfg, device, a1, num_experts = self._cfg, self._manager.pool.device, given.a1, given.num_experts
-        checks.given("a1", a1, shape=(None, cfg.hidden), device=device)
-        rule = "a1.dtype = {}: must be torch.bfloat16, start vLLM with --dtype bfloat16"
-        require(a1.dtype == torch.bfloat16, rule, a1.dtype)
-        same = num_experts == cfg.num_experts
-        require(same, "num_experts = {}: must be {}, as the layer's", num_experts, cfg.num_experts)
-        shape, most = (a1.shape[0], cfg.top_k), cfg.max_tokens_per_rank
-        require(shape[0] <= most, MOST, shape[0], most, "--max-num-batched-tokens of the server")
-        checks.given("topk_ids", given.topk_ids, shape=shape, dtype=checks.ID_TYPES, device=device)
-        checks.given("topk_weights", given.topk_weights, shape=shape, dtype=FLOATS, device=device)
-        require(not given.weighted or cfg.top_k == 1, "topk_ids.shape[1] = {}: must be 1 to weight inputs", cfg.top_k)
-        require(cfg.format is BF16 or not given.defer_input_quant, DEFERRED)
-
 
 def quantize(rows: Tensor, quant: FusedMoEQuantConfig, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Rows and scale factors as the experts take them, by vLLM's own kernels."""
-    return moe_kernel_quantize_input(
-        rows,
-        scale,
-        quant_dtype=quant.quant_dtype,
-        per_act_token_quant=quant.per_act_token_quant,
-        block_shape=quant.block_shape,
-        is_scale_swizzled=quant.is_scale_swizzled,
-        is_scale_transposed=quant.is_scale_transposed,
-        mx_alignment=quant.mx_alignment,
-    )
+    return moe_kernel_quantize_input(rows, scale, **{name: getattr(quant, name) for name in QUANTIZED_BY})
