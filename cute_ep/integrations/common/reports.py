@@ -15,8 +15,7 @@ from cute_ep.runtime.group_pool import GroupPool
 
 @dataclass(frozen=True)
 class Words:
-    """How an interface calls what may be wrong: the argument that has expert ids, [T, K], and what says how many rows
-    there is room for."""
+    """How an interface calls what may be wrong: expert ids, [T, K], and what says how many rows there is room for."""
 
     ids: str
     room: str

@@ -1,5 +1,4 @@
-"""The interface of DeepEP over this library: V1, `Buffer` in normal and in low-latency mode, and V2, `ElasticBuffer`
-(docs/deep_ep.md)."""
+"""The interface of DeepEP (docs/deep_ep.md): V1, `Buffer` in normal and low-latency mode, and V2, `ElasticBuffer`."""
 
 import torch
 

@@ -24,13 +24,11 @@ class Buffer(LowLatency):
     none. Arguments, results and orders of rows are DeepEP's where a call says nothing else; options that it does not
     name have no effect. All work runs on the caller's current stream; a call's event is recorded behind its kernels.
 
-    The first call of each kind connects: it is collective and waits on the host. Calls compute no gradients and drop
-    those of their arguments. docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is
-    an EPTimeout.
+    The first call of each kind connects: it is collective and waits on the host. Calls compute no gradients.
+    docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout.
 
     `comm` must be None, `enable_shrink` False (EPConfigError). `rank` and `group_size` are this process's rank in the
-    group and how many there are. `num_sms`: how many SMs kernels of normal mode may take, of communicators connected
-    from then on.
+    group and how many there are. `num_sms`: SMs for kernels of normal mode, of communicators connected from then on.
     """
 
     num_sms: int = 20
@@ -140,14 +138,11 @@ class Buffer(LowLatency):
         Args:
             x: [T, hidden] bfloat16, or (float8_e4m3fn [T, hidden], scale factors [T, n] float32 or int32 of any
                 strides, n <= hidden / 128), which travel unchanged.
-            handle: what an earlier dispatch of as many tokens returned: they go the same ways again, and none of the
-                layout and top-k arguments is read.
+            handle: of an earlier dispatch of as many tokens, which go the same ways again; no layout is read.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from `get_dispatch_layout`. Tokens go where
                 `is_token_in_rank` says, whatever entries they have.
-            topk_idx: [T, K], -1 masks; beside `topk_weights`, or neither. One out of range masks too, and a later call
-                tells it.
-            num_worst_tokens: rows to return whatever arrives, the same on all ranks, at least R times the tokens of any
-                rank.
+            topk_idx: [T, K], -1 masks; beside `topk_weights`, or neither.
+            num_worst_tokens: rows to return whatever arrives, alike on all ranks, at least R times any rank's tokens.
 
         Returns:
             Rows [n, hidden] by source rank, then token, as `x`; [n, K] int64 local expert ids, -1 elsewhere, also

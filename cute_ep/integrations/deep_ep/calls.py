@@ -58,8 +58,7 @@ def refuse(buffer: type, names: str) -> None:
 
 @dataclass(frozen=True)
 class LayoutWords(Words):
-    """Words of entries that `layout.routes_of` may have put others behind. `own`: communicators whose latest dispatch
-    had such entries."""
+    """Words of entries behind which `layout.routes_of` may have put more. `own`: communicators that sent such last."""
 
     ids: str = "topk_idx"
     room: str = "num_tokens_per_rank, num_tokens_per_expert or num_worst_tokens"

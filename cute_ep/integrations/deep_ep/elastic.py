@@ -105,8 +105,7 @@ class ElasticBuffer(Pooled):
     get_logical_domain_size = get_physical_domain_size
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *others: float, **named: float) -> int:
-        """SMs that kernels take by default: 24 with `prefer_overlap_with_compute`, else 64, and no more than there
-        are."""
+        """SMs that kernels take by default: 24 with `prefer_overlap_with_compute`, else 64, if there are so many."""
         wanted, device = OVERLAPPED_SMS if self.prefer_overlap_with_compute else ALONE_SMS, self._pool.device
         return wanted if device.type == "cpu" else min(wanted, sm_budget(device, None))
 
@@ -120,9 +119,8 @@ class ElasticBuffer(Pooled):
         return EventHandle()
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """Wait on the host for this rank's work, and then for all ranks to do so, whatever the arguments say. EPError:
-        a rank does not come within the group's timeout, or has ended; says which. EPInputError, once all are here: an
-        argument of an earlier call was wrong."""
+        """Wait on the host for this rank's work, and then for all ranks to do so. EPError: a rank does not come within
+        the group's timeout, or has ended. EPInputError, once all are here: an earlier argument was wrong."""
         if self._pool.device.type == "cuda":
             torch.cuda.synchronize()
         self._pool.barrier()
@@ -155,8 +153,7 @@ class ElasticBuffer(Pooled):
 
         Args:
             x: as of `Buffer.dispatch`.
-            topk_idx: [T, K] int64 expert ids, -1 masks; None with a handle. One out of range masks too, and a later
-                call tells it.
+            topk_idx: [T, K] int64 expert ids, -1 masks; None with a handle.
             num_max_tokens_per_rank: the most tokens of a rank, the same on all; None: the handle's, the buffer's.
             expert_alignment: multiple that each expert's rows are padded to with `do_expand`, and to which numbers of
                 entries are rounded up; None: the handle's, 1.

@@ -65,21 +65,19 @@ class computed:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class EPHandle(Route):
-    """What `ElasticBuffer.dispatch` returns for later calls, with the attributes of DeepEP's handle. n is the number of
-    rows per (token, rank) that this rank gets or has room for. Attributes that need more than the dispatch are computed
-    when they are asked for.
+    """What `ElasticBuffer.dispatch` returns for later calls, with the attributes of DeepEP's handle, some computed when
+    they are asked for. n is the number of rows per (token, rank) that this rank gets or has room for.
 
     Attributes:
         layout: the sizes, which `num_experts`, `num_max_tokens_per_rank`, `expert_alignment` and `do_expand` also have.
         num_sms: SMs for kernels of communicators that the dispatch connected.
         topk_idx: [T, K] int64 expert ids.
-        num_recv_tokens, num_expanded_tokens: n, and padded rows per (token, expert), that came; without `do_cpu_sync`
-            what there is room for.
+        num_recv_tokens, num_expanded_tokens: n, and padded rows per (token, expert), or room for them.
         num_recv_tokens_per_expert_list: entries of each local expert, rounded up; empty without `do_cpu_sync`.
         dst_buffer_slot_idx: [T, K] int32, how many tokens before go to the rank of an entry too; -1 where masked.
         psum_num_recv_tokens_per_scaleup_rank: [R] int32, rows per (token, rank) of sources 0 .. s.
-        psum_num_recv_tokens_per_expert: [L] int32. With `do_expand` the end of each expert's rows, without padding;
-            otherwise sums of rounded numbers of entries.
+        psum_num_recv_tokens_per_expert: [L] int32 sums of rounded numbers of entries; with `do_expand` the end of each
+            expert's rows, without padding.
         num_unaligned_recv_tokens_per_expert: [L] int32 entries of each local expert.
         recv_src_metadata: [n, 2 + K] int32: source * num_max_tokens_per_rank + token; source * K + the last slot here;
             the row of each slot with `do_expand`, else -1.

@@ -73,9 +73,8 @@ def check_layout(
 def routes_of(
     by_rank: torch.Tensor, goes: torch.Tensor, by_expert: torch.Tensor, topk_idx: torch.Tensor | None
 ) -> tuple[RouteCounts, int]:
-    """Entries that bring each token where `goes` [T, R] says, and out of how many experts they are: the [T, K] ones
-    that there are, but for those of other ranks, then one for each rank. Ids out of range stay so. Their `counts` are
-    the caller's."""
+    """Entries that bring each token where `goes` [T, R] says, with the caller's `counts`, and out of how many experts
+    they are: [T, K] given ones, but for those of other ranks, then one for each rank. Ids out of range stay so."""
     (tokens, ranks), num_experts = goes.shape, by_expert.shape[0]
     local = 1 if topk_idx is None else num_experts // ranks + 1
     own = torch.arange(local - 1, local * ranks, local, dtype=torch.int32, device=goes.device)

@@ -34,8 +34,7 @@ FORMATS: dict[bool, dict[str, Any]] = {
     False: {"dispatch_format": "bf16", "scale_layout": None},
     True: {"dispatch_format": "mxfp8", "scale_layout": "linear"},
 }
-"""Of rows without and with scale factors: the format that has as many bytes of these, and whose rows need no
-padding."""
+"""Of rows without and with scale factors: the format with as many bytes of these whose rows need no padding."""
 BY_RANK: dict[str, Any] = {"row_alignment": 1, "row_order": RANK_MAJOR}
 """Of one row per (token, rank)."""
 

@@ -97,13 +97,12 @@ class MoeAlltoAll:
         """Send each token once to every rank that has one of its experts.
 
         Args:
-            token_selected_experts: [T, top_k] int32 or int64. -1 masks an entry, and so does `invalid_token_expert_id`
-                if no expert has that id. Copied.
+            token_selected_experts: [T, top_k] int32 or int64. -1 and `invalid_token_expert_id`, if it is no expert's,
+                mask an entry. Copied.
             input_payloads: hidden states, scale factors, `token_selected_experts` itself, and router weights, in this
                 order, as of `CuteEPCommunication.dispatch`; only hidden states are needed.
             runtime_max_tokens_per_rank: rows for each source, the same on all ranks, at least T.
-            invalid_token_expert_id: what ids become where this rank has not the expert or no token has the row; None:
-                -1.
+            invalid_token_expert_id: what ids become where this rank has not the expert, or no token the row; None: -1.
             expert_id_payload_index: where `input_payloads` has `token_selected_experts`; None: looked for.
             eplb_local_stats, active_rank_mask: must be None.
 

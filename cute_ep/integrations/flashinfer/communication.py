@@ -1,6 +1,5 @@
-"""A communication backend of `flashinfer.moe_ep` over cute_ep, for ranks of one machine (docs/flashinfer.md). Dispatch
-is one of rank-major rows in blocks, `[source rank, position]`; combine is in partial mode, and adds a token's rows over
-ranks."""
+"""A communication backend of `flashinfer.moe_ep` over cute_ep (docs/flashinfer.md). Dispatch is one of rank-major rows
+in blocks, `[source rank, position]`; combine, in partial mode, adds a token's rows over ranks."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class Arguments(NamedTuple):
         limits: tuple[int, int],
         device: torch.device,
     ) -> None:
-        """EPInputError unless rows, scales, ids and weights can be sent, `stride` rows a source; `limits`: the most
-        rows, and entries of a token."""
+        """EPInputError unless rows, scales, ids, weights can be sent, `stride` rows a source; `limits`: most, top-k."""
         rows, scales, ids, weights = given
         most, top_k = limits
         checks.integer(self.most, stride, 1, most)
@@ -125,9 +123,8 @@ class CuteEPCommunication(MoEEpCommunication):
     EPError: a call has not the one before that it needs, or the object was destroyed.
 
     `bootstrap.process_group` None is the default group; `params.dtype` must be bfloat16 or None; `config` must be the
-    same on all ranks; `names` is what the interface that was called names arguments. EPConfigError: a size or option
-    breaks a rule, or the group is not that of `bootstrap`. ValueError, EPError: as of FlashInfer's base class and of
-    `cute_ep.connect`.
+    same on all ranks. EPConfigError: a size or option breaks a rule, or the group is not that of `bootstrap`.
+    ValueError, EPError: as of FlashInfer's base class and of `cute_ep.connect`.
     """
 
     supports_cuda_graph = True
@@ -184,8 +181,7 @@ class CuteEPCommunication(MoEEpCommunication):
                 hidden_size bytes (bfloat16; fewer are padded), hidden_size (8-bit elements) or hidden_size / 2 (4-bit
                 ones); its scale factors have hidden_size / 32 bytes (MXFP8, MXFP4, float32 per 128 elements),
                 hidden_size / 16 (NVFP4), or there are none (bfloat16, 8-bit elements).
-            topk_ids: [T, top_k] int32 or int64; -1 and `params.invalid_expert_id` mask an entry. Another one out of
-                range masks too, and a later call tells it. Copied.
+            topk_ids: [T, top_k] int32 or int64; -1 and `params.invalid_expert_id` mask an entry. Copied.
             topk_weights: [T, top_k] of a floating type, travel as float32.
             max_tokens_per_rank: rows for each source, the same on all ranks, at least T; None: `params` has it.
             eplb_local_stats: must be None.
@@ -235,8 +231,7 @@ class CuteEPCommunication(MoEEpCommunication):
         Args:
             expert_output: [ep_size * tokens_per_rank, hidden] or [ep_size, tokens_per_rank, hidden] bfloat16, each row
                 weighted and reduced over this rank's experts. Rows that no token has are not read.
-            output: [T, hidden] bfloat16, float16 or float32, overwritten; None allocates it in bfloat16. Zero where all
-                of a token's entries are masked.
+            output: [T, hidden] bfloat16, float16 or float32, overwritten, zero for masked tokens; None: in bfloat16.
         """
         self.raise_found()
         if self._round is None:
@@ -300,8 +295,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def group_of(group: dist.ProcessGroup | None, rank: int, size: int, names: str) -> dist.ProcessGroup:
-    """The process group of the ranks, the default one for None. EPConfigError: it is not of this rank and size, which
-    arguments of these names have."""
+    """The process group of the ranks, the default one for None. EPConfigError: it is not of this rank and size."""
     if group is None:
         rule = "process_group = None: needs a default group, call torch.distributed.init_process_group first"
         require(dist.is_initialized(), rule, error=EPConfigError)

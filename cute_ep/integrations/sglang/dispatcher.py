@@ -43,8 +43,7 @@ WORDS = reports.Words("topk_output.topk_ids", LIMIT)
 
 
 class CuteEPDispatcher(BaseDispatcher):
-    """Moves a layer's tokens to their experts and back, in place of SGLang's DeepEPv2Dispatcher, over ranks of one
-    machine.
+    """Moves a layer's tokens to their experts and back, in place of SGLang's DeepEPv2Dispatcher.
 
     Layers of equal sizes share a communicator. All work runs on the current stream. One dispatch may await its combine.
     docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout. All ranks

@@ -47,8 +47,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         1]; `pad_multiple`: each expert's rows are padded with zeros to a multiple of it.
 
         With `hidden_dim` and `num_max_tokens_per_rank` the ranks connect when the model is parallelised; otherwise in
-        the first call, and again when more tokens come. `mode` is of combine (docs/numerics.md). `sms`: SMs that one
-        kernel may take; None: all but 8.
+        the first call, and again when more tokens come. `mode` is of combine (docs/numerics.md), `sms` SMs of a kernel.
         """
 
         mode: CombineMode = "partial"

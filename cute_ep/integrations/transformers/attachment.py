@@ -41,8 +41,7 @@ NAMES: Names = {
 
 class Attachment(AbstractContextManager["Attachment"]):
     """What `attach` returned: the ranks on which the experts of one model run, a device each. A context manager, which
-    detaches. Holds neither the model nor its modules: when nobody has the model any more, the next pass or `attach` of
-    another one closes the ranks."""
+    detaches. When nobody has the model any more, the next pass or `attach` of another one closes the ranks."""
 
     def __init__(
         self, model: nn.Module, devices: Sequence[str | torch.device], max_tokens: int, mode: CombineMode
@@ -151,8 +150,7 @@ def attach(
     Args:
         model: a model of transformers, or any module that contains one or its experts.
         devices: one a rank, as of `cute_ep.connect_local`: several GPUs, one GPU several times, or "cpu" everywhere.
-        max_tokens: most tokens (sequences times their length) that one pass has, up to 32768 a rank. If more come the
-            ranks connect again, with more room.
+        max_tokens: most tokens (sequences times their length) of a pass. If more come the ranks connect again.
         mode: of combine, and of the sums of gradients (docs/numerics.md).
 
     Raises:
@@ -210,8 +208,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
     Takes [T, hidden] of any floating type, [T, K] int32 or int64 expert ids (one that is no expert's masks the entry,
     as transformers' own do with the number of experts), and [T, K] weights of any floating type. Returns [T, hidden] of
-    the type and on the device of `hidden_states`, in memory of its own. EPError: the module is not attached; others as
-    the calls of the communicators.
+    the type and on the device of `hidden_states`, in memory of its own. EPError: the module is not attached.
     """
     layer = _LAYERS.get(module)
     if layer is None:

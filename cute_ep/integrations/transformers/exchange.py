@@ -25,8 +25,7 @@ from cute_ep.runtime.local_pool import CALLING, LocalPool
 from cute_ep.runtime.routes import RouteCounts
 
 UNCOUNTED_ENTRIES = 2048
-"""Most entries (tokens times top-k) of a pass that may have room for all of them on each rank. Of hidden 7168 that many
-rows take 28 MiB."""
+"""Most entries (tokens times top-k) of a pass with room for all on each rank: of hidden 7168 the rows take 28 MiB."""
 CLOSED = (
     "the ranks of this forward pass are closed: make its backward pass before detach(), before the end of "
     "`with attach(...)`, and while there is the model"

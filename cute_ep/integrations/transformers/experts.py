@@ -118,12 +118,10 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 
 class Shards:
-    """The weights of each rank's experts, from a module that has those of all: `counts` of them on each of the
-    `devices`.
+    """The weights of each rank's experts, from a module that has those of all: `counts` of them on each device.
 
     A rank on the module's device gets views. One on another device gets copies: with gradients at every call, without
-    them once, as long as the parameter stays the same tensor, at the same address, of the same version. (Writes through
-    `.data` do not change its version.)
+    them once, as long as the parameter stays the same tensor, at the same address, of the same version.
     """
 
     def __init__(self, counts: Sequence[int], devices: Sequence[torch.device]) -> None:
@@ -179,8 +177,7 @@ def run(
 ) -> Tensor:
     """The outputs of a rank's experts for its rows, [N, hidden] bfloat16, from tokens of that kind in the order of
     experts. `weights` has the rank's part of each of `weight_names`, G experts; `row_offsets` is [groups + 1] int32,
-    groups beyond G have no rows. Where `find_gate` has found a gate, bfloat16 experts without gradients use
-    `fused_silu`."""
+    groups beyond G have no rows. bfloat16 experts without gradients, of a `found` gate, use `fused_silu`."""
     up, down, *_ = weight_names(module)
     groups = len(weights[up])
     if not groups or not len(tokens):

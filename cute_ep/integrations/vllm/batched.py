@@ -23,8 +23,7 @@ from cute_ep.integrations.vllm.manager import NAMES
 from cute_ep.layouts.maps.formats import BF16
 
 SLOTS = 4
-"""Blocks with packed scale factors have a multiple of so many rows: DeepGEMM reads words along them at strides of 16
-bytes."""
+"""Blocks with packed scale factors have a multiple of so many rows: DeepGEMM reads words at strides of 16 bytes."""
 
 
 class CuteEPBatched(CuteEPLayer):

@@ -119,8 +119,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool,
     ) -> mk.PrepareResultType:
-        """Send tokens to their experts' ranks, and receive those for this rank's experts. Returns what the layer's
-        class says.
+        """Send tokens to their experts' ranks, and receive those for this rank's. Returns what the layer's class says.
 
         Args:
             a1: [T, hidden] bfloat16.
@@ -146,8 +145,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         defer_input_quant: bool,
     ) -> mk.ReceiverType | tuple[Callable[[], None], mk.ReceiverType]:
         """The sending half of `prepare` where micro-batches take turns: a hook that receives, which may run in another
-        micro-batch's thread, and what then returns the result. Otherwise all of `prepare`: vLLM has nothing to compute
-        in between."""
+        micro-batch's thread, and what then returns the result. Otherwise all of `prepare`."""
         weighted, quant, deferred = apply_router_weight_on_input, quant_config, defer_input_quant
         given = PrepareInput(a1, topk_weights, topk_ids, num_experts, weighted, quant, deferred)
         hook, receiver = self._prepare(given, hooked=dbo_enabled())

@@ -48,8 +48,7 @@ class CuteEPStandard(CuteEPLayer):
         sp_size: int = 1,
         graphs: bool = False,
     ) -> None:
-        """`sp_size`: ranks that share out a data parallel rank's tokens. `graphs`: whether vLLM captures CUDA
-        graphs."""
+        """`sp_size`: ranks that share a data parallel rank's tokens. `graphs`: whether vLLM captures CUDA graphs."""
         super().__init__(manager, sizes, options)
         self._sp_size, self._graphs = sp_size, graphs
         self._called: set[int] = set()  # by which micro-batches
@@ -137,8 +136,7 @@ class CuteEPStandard(CuteEPLayer):
         return workspace.is_workspace_manager_initialized() and not workspace.current_workspace_manager().is_locked()
 
     def _row_ids(self, batch: Dispatched, rows: int, dtype: torch.dtype) -> Tensor:
-        """[rows, 1] each row's expert, of another rank where there is no token: vLLM's experts skip such rows. They
-        take -1 for the last expert."""
+        """[rows, 1] each row's expert; one of another rank, which vLLM's experts skip unlike -1, where is no token."""
         cfg, rank = self._cfg, self._manager.rank
         first, elsewhere = rank * cfg.local_experts, 0 if rank else cfg.num_experts - 1
         row = torch.arange(rows, dtype=torch.int32, device=batch.row_offsets.device)
