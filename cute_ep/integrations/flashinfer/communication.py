@@ -8,13 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from flashinfer.moe_ep import (
-    BootstrapConfig,
-    MoEEpCommParams,
-    MoEEpCommunication,
-    MoEEpDispatchResult,
-    register_communication,
-)
+from flashinfer import moe_ep
 
 from cute_ep import Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
 from cute_ep.api.row_tensors import with_plain_strides
@@ -114,7 +108,7 @@ class CuteEPConfig:
     backend_name: str = NAME
 
 
-class CuteEPCommunication(MoEEpCommunication):
+class CuteEPCommunication(moe_ep.MoEEpCommunication):
     """One rank's dispatch and combine, a process per rank, each with a GPU of its own or none.
 
     Everything runs on the caller's current stream, and nothing waits on the host. The constructor is collective, and so
@@ -131,8 +125,8 @@ class CuteEPCommunication(MoEEpCommunication):
 
     def __init__(
         self,
-        bootstrap: BootstrapConfig,
-        params: MoEEpCommParams,
+        bootstrap: moe_ep.BootstrapConfig,
+        params: moe_ep.MoEEpCommParams,
         config: CuteEPConfig | None = None,
         *,
         names: Arguments = OWN,
@@ -173,7 +167,7 @@ class CuteEPCommunication(MoEEpCommunication):
         hidden_states_scale: torch.Tensor | None = None,
         max_tokens_per_rank: int | None = None,
         eplb_local_stats: torch.Tensor | None = None,
-    ) -> MoEEpDispatchResult:
+    ) -> moe_ep.MoEEpDispatchResult:
         """Send each token once to every rank that has one of its experts.
 
         Args:
@@ -216,7 +210,7 @@ class CuteEPCommunication(MoEEpCommunication):
             width = scale.shape[1] * scale.itemsize
             factors = batch.scales[:, :width].contiguous().view(scale.dtype)
         first = self.ep_rank * communicator.cfg.local_experts
-        return MoEEpDispatchResult(
+        return moe_ep.MoEEpDispatchResult(
             hidden_states=batch.tokens.view(hidden_states.dtype)[:, : hidden_states.shape[1]].contiguous(),
             topk_ids=torch.where(here >= 0, here + first, invalid).int(),
             topk_weights=None if topk_weights is None else torch.where(here >= 0, batch.row_weights, 0),
@@ -287,7 +281,7 @@ class CuteEPCommunication(MoEEpCommunication):
 
 def register() -> None:
     """Make "cute_ep" a communication backend of `flashinfer.moe_ep`; may be called again."""
-    register_communication(NAME)(CuteEPCommunication)
+    moe_ep.register_communication(NAME)(CuteEPCommunication)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

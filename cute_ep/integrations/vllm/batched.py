@@ -1,8 +1,6 @@
 """Dispatch and combine around vLLM's batched experts: each local expert has a block of rows, which the receiving kernel
-fills. Shapes depend on no routing, so no host waits and CUDA graphs capture every call.
-
-Combine applies the router's weights, where the experts are, or in mode `exact` at a token's own rank.
-"""
+fills. Shapes depend on no routing, so no host waits and CUDA graphs capture every call. Combine applies the router's
+weights, where the experts are, or in mode `exact` at a token's own rank."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ SLOTS = 4
 
 
 class CuteEPBatched(CuteEPLayer):
-    """A block of S = R * max_tokens rows for each of L local experts. Nothing waits on the host.
+    """A block of S = R * max_tokens rows for each of L local experts.
 
     Rows for experts that take blocks of 128 in FP8 are quantised while they are sent; where experts read exponents
     (UE8M0) scale factors are powers of two. All other rows travel in bfloat16, and vLLM quantises them, except to

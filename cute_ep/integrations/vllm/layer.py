@@ -18,6 +18,7 @@ from cute_ep.api.tensors import overlap
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import FLOATS, as_rows, require
 from cute_ep.integrations.common.halves import Hook
+from cute_ep.integrations.common.pools import OwnSizes
 from cute_ep.integrations.vllm.manager import DEFAULTS, NAMES, WORDS, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import BF16, FP8
 
@@ -27,15 +28,6 @@ PREPARE, FINALIZE = "prepare", "finalize"
 QUANTIZED_BY = (
     *("quant_dtype", "per_act_token_quant", "block_shape", "is_scale_swizzled", "is_scale_transposed", "mx_alignment"),
 )
-
-
-class LayerSizes(NamedTuple):
-    """Of a layer; redundant experts count, and `max_tokens` of a rank are `--max-num-batched-tokens`."""
-
-    hidden: int
-    num_experts: int
-    top_k: int
-    max_tokens: int
 
 
 class PrepareInput(NamedTuple):
@@ -66,13 +58,14 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     All ranks of the manager, an expert parallel group of R ranks, make the same calls; rank r has experts [r * E/R, (r
     + 1) * E/R). Everything runs on the current stream. With `--enable-dbo` two batches, each in a thread, take turns:
     prepare and finalize alternate in each, and between two turns each phase has at most one round that was sent and not
-    received. docs/adapters.md says how wrong arguments and ids are told.
+    received. docs/adapters.md says how wrong arguments and ids are told. Of `sizes` redundant experts count, and tokens
+    of a rank are `--max-num-batched-tokens`.
     """
 
     _made: Callable[..., EPConfig]  # makes the configuration of rows in bfloat16
     _reducer: type | None = None  # of `weight_and_reduce_impl`, where finalize asks for one
 
-    def __init__(self, manager: CuteEPAll2AllManager, sizes: LayerSizes, options: Options = DEFAULTS) -> None:
+    def __init__(self, manager: CuteEPAll2AllManager, sizes: OwnSizes, options: Options = DEFAULTS) -> None:
         super().__init__()
         self._manager, self._options, every = manager, options, (*sizes, manager.world_size)
         self._cfg = self._made(NAMES, every, error=EPConfigError, timeout_s=options.timeout_s)

@@ -145,7 +145,6 @@ def _layer(moe: Any, manager: Any) -> Any:
     from vllm.config.vllm import get_current_vllm_config
 
     from cute_ep.integrations.vllm.batched import CuteEPBatched
-    from cute_ep.integrations.vllm.layer import LayerSizes
     from cute_ep.integrations.vllm.manager import Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
@@ -155,7 +154,7 @@ def _layer(moe: Any, manager: Any) -> Any:
             "with --enable-eplb add redundant experts (num_redundant_experts in --eplb-config)"
         )
     config = get_current_vllm_config()
-    sizes = LayerSizes(moe.hidden_dim, moe.num_experts, moe.experts_per_token, moe.max_num_tokens)
+    sizes = moe.hidden_dim, moe.num_experts, moe.experts_per_token, moe.max_num_tokens
     options = Options.of(config.additional_config)
     if moe.moe_parallel_config.all2all_backend == BATCHED:
         return CuteEPBatched(manager, sizes, options)

@@ -1,8 +1,5 @@
-"""Dispatch and combine around vLLM's experts of standard format: one row per (token, expert), each with one expert.
-
-The rows that dispatch returns are those that the experts get, so vLLM sees top-1 routing with weight 1, and nothing is
-left to weight or reduce. Combine applies the router's weights.
-"""
+"""Dispatch and combine around vLLM's experts of standard format: one row per (token, expert). vLLM sees top-1 routing
+with weight 1, so nothing is left to weight or reduce; combine applies the router's weights."""
 
 from __future__ import annotations
 
@@ -17,7 +14,8 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPInputError
 from cute_ep.integrations.common.checks import as_rows, named_config, require
-from cute_ep.integrations.vllm.layer import MOST, CuteEPLayer, LayerSizes, PrepareInput, Sending, quantize
+from cute_ep.integrations.common.pools import OwnSizes
+from cute_ep.integrations.vllm.layer import MOST, CuteEPLayer, PrepareInput, Sending, quantize
 from cute_ep.integrations.vllm.manager import DEFAULTS, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import max_rows
@@ -25,9 +23,8 @@ from cute_ep.runtime.routes import count_routes
 
 
 class CuteEPStandard(CuteEPLayer):
-    """Rows one after the other, of one expert each.
-
-    Blocks of 128 in FP8 travel as such. All other rows travel in bfloat16, and are quantised when they have come.
+    """Rows one after the other, of one expert each. Blocks of 128 in FP8 travel as such. All other rows travel in
+    bfloat16, and are quantised when they have come.
 
     `prepare` returns rows [N, hidden] by expert, source rank, token; their scale factors, or None; rows of each local
     expert; [N, 1] expert ids of the whole model, that of another rank where there is no token; [N, 1] ones. Each
@@ -42,7 +39,7 @@ class CuteEPStandard(CuteEPLayer):
     def __init__(
         self,
         manager: CuteEPAll2AllManager,
-        sizes: LayerSizes,
+        sizes: OwnSizes,
         options: Options = DEFAULTS,
         *,
         sp_size: int = 1,
@@ -92,9 +89,8 @@ class CuteEPStandard(CuteEPLayer):
         return Sending((rows, ids, weights), scales, out, result)
 
     def _room(self, topk_ids: Tensor) -> tuple[int, Tensor | None, Tensor]:
-        """What a dispatch makes room for: rows that come, or at most can come, with those that pad an expert's; [L]
-        int32 rows of each local expert on the CPU, None if not known there; [T, K] ids to send, as they were
-        counted."""
+        """Room for rows that come, or at most can come, with those that pad an expert's; [L] int32 rows of each local
+        expert on the CPU, None if not known there; [T, K] ids to send, as they were counted."""
         cfg, tokens = self._cfg, self._cfg.max_tokens_per_rank  # what no rank has more than, the same on all ranks
         context = get_forward_context() if is_forward_context_available() else None
         if context is not None and context.dp_metadata is not None:
