@@ -105,9 +105,8 @@ def integer(
 
 def most(name: str, tokens: int, remedy: str = "") -> None:
     """An error, with what to do about it, for more tokens of a rank than any communicator takes."""
-    if tokens > MAX_TOKENS_PER_RANK:
-        more = f"; {remedy}" if remedy else ""
-        raise EPInputError(f"{name} = {tokens}: must not exceed {MAX_TOKENS_PER_RANK} tokens of a rank{more}")
+    rule, limit = "{} = {}: must not exceed {} tokens of a rank{}", MAX_TOKENS_PER_RANK
+    require(tokens <= limit, rule, name, tokens, limit, remedy and f"; {remedy}")
 
 
 def seconds(name: str, value: object) -> None:

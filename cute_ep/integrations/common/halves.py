@@ -1,9 +1,7 @@
-"""Calls in two halves: rounds that were sent and wait for the hook that receives them.
-
-A communicator receives in the order of sending, and has room for MAX_OUTSTANDING rounds. A hook that nobody has any
-more, as where a request was aborted between the halves, would end that: so the next call receives its round and drops
-it. No other rank has to take part, since all have sent the round.
-"""
+"""Calls in two halves: rounds that were sent and wait for the hook that receives them. A communicator receives in the
+order of sending, and has room for MAX_OUTSTANDING rounds. A hook that nobody has any more, as where a request was
+aborted between the halves, would end that: so the next call receives its round and drops it. No other rank has to take
+part, since all have sent the round."""
 
 from __future__ import annotations
 

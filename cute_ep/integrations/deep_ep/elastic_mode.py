@@ -1,10 +1,7 @@
-"""The work of `ElasticBuffer`, in two forms.
-
-- One row per (token, rank): rank-major rows. A token's row stands for the last of its slots with experts of that rank,
-  so combine in exact mode adds in DeepEP V2's order.
-- One row per (token, expert): cute_ep's own. Its combine adds a token's rows on their rank first, and the sum goes home
-  as the row of the last of them; or all rows go home.
-"""
+"""The work of `ElasticBuffer`. Where there is one row per (token, rank), rank-major, it stands for the last of the
+token's slots with experts of that rank, so combine in exact mode adds in DeepEP V2's order. Where there is one per
+(token, expert), combine adds a token's rows on their rank, and the sum goes home as the last of them; or all rows go
+home."""
 
 from __future__ import annotations
 

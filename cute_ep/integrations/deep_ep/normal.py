@@ -1,9 +1,7 @@
-"""DeepEP's normal mode: one row per (token, rank), by source rank, then token, and unweighted sums over ranks.
-
-These are rank-major rows. Tokens go where `is_token_in_rank` says. Where that is what `get_dispatch_layout` made of the
-same top-k entries, dispatch is given these. Otherwise each rank has one expert more, which is in none of DeepEP's
-numbers, and a token has an entry more for each rank that it goes to.
-"""
+"""DeepEP's normal mode: one row per (token, rank), by source rank, then token, and unweighted sums over ranks. Tokens
+go where `is_token_in_rank` says. Where that is what `get_dispatch_layout` made of the same top-k entries, dispatch is
+given these. Otherwise each rank has one expert more, which is in none of DeepEP's numbers, and a token has an entry
+more for each rank that it goes to."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """The dispatcher of one layer in SGLang's format DEEPEP_V2, expanded: a row per (token, expert), expert after expert,
-each expert's rows padded to 128. Dispatch returns rows like that, so nothing is copied.
-
-SGLang's runner multiplies rows by the weights that come with them, then sums are plain. Here those weights are ones and
-combine multiplies, in float32: rows are rounded once less, and no weights need to be gathered by row.
-"""
+each expert's rows padded to 128. SGLang's runner multiplies rows by the weights that come with them. Here those are
+ones and combine multiplies, in float32: rows are rounded once less, and no weights need to be gathered by row."""
 
 from __future__ import annotations
 

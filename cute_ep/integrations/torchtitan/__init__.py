@@ -1,10 +1,4 @@
-"""torchtitan's MoE token dispatch over cute_ep (docs/training.md), by its overrides.
-
-| `--override.imports` | in place of |
-| --- | --- |
-| `cute_ep.integrations.torchtitan.cute_ep_dispatcher` | the model's expert parallel token dispatcher |
-| `cute_ep.integrations.torchtitan.cute_ep_selective_ac` | selective activation checkpointing, which then saves rounds |
-"""
+"""torchtitan's MoE token dispatch over cute_ep, by its overrides (docs/training.md)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Dispatch and combine by all ranks of one process, with gradients.
-
-`cute_ep.ops` serves one rank of a process; its ops cannot wait for ranks that the same thread has yet to call. Here one
-autograd function makes a call for all ranks, forward and backward, so every rank takes part in every round.
-"""
+"""Dispatch and combine by all ranks of one process, with gradients. Ops of `cute_ep.ops` cannot wait for ranks that the
+same thread has yet to call; here one autograd function makes a call for all ranks, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What the experts of a rank compute between dispatch and combine, for every experts class of transformers.
-
-Classes differ by the flags that transformers' decorator `use_experts_implementation` gives them, and by `_apply_gate`.
-"""
+"""What the experts of a rank compute between dispatch and combine, for every experts class of transformers. Classes
+differ by the flags that their decorator `use_experts_implementation` gives them, and by `_apply_gate`."""
 
 from __future__ import annotations
 
