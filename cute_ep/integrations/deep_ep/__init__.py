@@ -3,9 +3,9 @@
 import torch
 
 from cute_ep.integrations.deep_ep.buffer import Buffer
+from cute_ep.integrations.deep_ep.calls import Config, EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.elastic import ElasticBuffer
 from cute_ep.integrations.deep_ep.elastic_mode import EPHandle
-from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
 
 topk_idx_t = torch.int64
 """Element type of `topk_idx`."""

@@ -9,8 +9,7 @@ from cute_ep import EPConfigError, EPInputError, memory_bytes
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import as_rows, require, roomy_config
 from cute_ep.integrations.deep_ep import calls
-from cute_ep.integrations.deep_ep.calls import Rows, without_gradients
-from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
+from cute_ep.integrations.deep_ep.calls import Config, EventHandle, EventOverlap, Rows, without_gradients
 from cute_ep.integrations.deep_ep.layout import GivenLayout, check_layout, routes_of
 from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
 from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, entries_of, first_rows

@@ -10,9 +10,8 @@ from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.blocks import columns_first
 from cute_ep.integrations.common.checks import as_rows, named_config, require
 from cute_ep.integrations.deep_ep import calls
-from cute_ep.integrations.deep_ep.calls import Pooled, Rows, without_gradients
+from cute_ep.integrations.deep_ep.calls import EventHandle, EventOverlap, Pooled, Rows, without_gradients
 from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle, Layout
-from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.normal import entries_of, first_rows
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import align_up

@@ -14,8 +14,7 @@ from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_con
 from cute_ep.integrations.common.checks import Names, as_rows, require, roomy_config
 from cute_ep.integrations.common.halves import Halves, Hook
 from cute_ep.integrations.deep_ep import calls
-from cute_ep.integrations.deep_ep.calls import Pooled, Rows, without_gradients
-from cute_ep.integrations.deep_ep.events import EventOverlap
+from cute_ep.integrations.deep_ep.calls import EventOverlap, Pooled, Rows, without_gradients
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 from cute_ep.runtime.pool import Hold
 

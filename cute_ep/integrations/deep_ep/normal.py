@@ -33,6 +33,8 @@ FORMATS: dict[bool, dict[str, Any]] = {
     True: {"dispatch_format": "mxfp8", "scale_layout": "linear"},
 }
 """Of rows without and with scale factors: the format with as many bytes of these whose rows need no padding."""
+Sent = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Tokens, [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits; [T, entries] float32 weights."""
 BY_RANK: dict[str, Any] = {"row_alignment": 1, "row_order": RANK_MAJOR}
 """Of one row per (token, rank)."""
 
@@ -134,19 +136,11 @@ class NormalMode:
         return list(given.values())
 
     def dispatch(
-        self,
-        cfg: EPConfig,
-        sent: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-        route: Route,
-        rows: int,
-        *,
-        exact: bool = True,
+        self, cfg: EPConfig, sent: Sent, route: Route, rows: int, *, exact: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None, Dispatched]:
         """Send tokens along a route, by a `config` of both; the route keeps the batch for combine if it has none.
-
-        `sent` is [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits; and None or [T, entries]
-        float32 weights, which travel along. Unless each of the `rows` has a token (`exact`), weights behind the last
-        are made 0. Returns rows [rows, hidden], their scale factors [rows, factors], and the batch."""
+        Unless each of the `rows` has a token (`exact`), weights behind the last are made 0. Returns [rows, hidden],
+        [rows, factors] scale factors, and the batch."""
         x, scales, weights = sent
         wire = None
         if scales is not None:
