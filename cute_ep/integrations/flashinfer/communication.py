@@ -28,6 +28,8 @@ FORMATS: dict[str | None, FormatName] = {
     "NVFP4": "nvfp4",
 }
 """What rows of a `QuantFormat` travel as; quantised rows and their scale factors travel unchanged."""
+Sent = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+"""Rows, their scale factors, ids and weights."""
 PARAMS: Names = {
     "hidden": "params.hidden_size",
     "num_experts": "params.num_experts",
@@ -50,14 +52,8 @@ class Arguments(NamedTuple):
     output: str = "expert_output"
     sizes: Names = PARAMS
 
-    def check(
-        self,
-        given: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None],
-        stride: int,
-        limits: tuple[int, int],
-        device: torch.device,
-    ) -> None:
-        """EPInputError unless rows, scales, ids, weights can be sent, `stride` rows a source; `limits`: most, top-k."""
+    def check(self, given: Sent, stride: int, limits: tuple[int, int], device: torch.device) -> None:
+        """EPInputError unless these can be sent, `stride` rows a source. `limits`: most rows, entries of a token."""
         rows, scales, ids, weights = given
         most, top_k = limits
         checks.integer(self.most, stride, 1, most)

@@ -23,6 +23,7 @@ from cute_ep.runtime.routes import RouteCounts
 
 UNCOUNTED_ENTRIES = 2048
 """Most entries (tokens times top-k) of a pass with room for all on each rank: of hidden 7168 the rows take 28 MiB."""
+Like = tuple[torch.dtype, torch.device]
 CLOSED = (
     "the ranks of this forward pass are closed: make its backward pass before detach(), before the end of "
     "`with attach(...)`, and while there is the model"
@@ -56,16 +57,11 @@ class Exchange:
             return self._dispatch(xs, ids, weights, outs=buffers)
 
     def combine(
-        self,
-        rows: Sequence[Tensor],
-        batches: Sequence[Dispatched],
-        weights: Sequence[Tensor] | None,
-        mode: CombineMode,
-        dtype: torch.dtype,
+        self, rows: Sequence[Tensor], batches: Sequence[Dispatched], weights: Sequence[Tensor] | None, **options: Any
     ) -> list[Tensor]:
         """A combine by all ranks, one list entry a rank, as of `EPCommunicator.combine`."""
         with self._together():
-            return self._combine(rows, batches, weights, mode=mode, dtype=dtype)
+            return self._combine(rows, batches, weights, **options)
 
     def note_capture(self) -> None:
         """To be called by a pass that may go into a CUDA graph."""
@@ -129,15 +125,11 @@ class Round:
         return [whole[part].to(device).contiguous() for part, device in zip(self._slices, devices, strict=True)]
 
     def sums(
-        self,
-        rows: Sequence[Tensor],
-        batches: Sequence[Dispatched],
-        weights: Sequence[Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, rows: Sequence[Tensor], batches: Sequence[Dispatched], weights: Sequence[Tensor], like: Like
     ) -> Tensor:
-        """[T, hidden] of a type: each rank's rows, added up with the weights, which batches in partial mode have."""
-        given, returned = weights if self.mode == "exact" else None, dtype if dtype in OUTPUT_TYPES else torch.float32
+        """[T, hidden]: each rank's rows, added up with the weights, which batches in partial mode have."""
+        (dtype, device), given = like, weights if self.mode == "exact" else None
+        returned = dtype if dtype in OUTPUT_TYPES else torch.float32
         rows = [one.contiguous() for one in rows]
         return _whole(self.exchange.combine(rows, batches, given, mode=self.mode, dtype=returned), device).to(dtype)
 
@@ -150,7 +142,7 @@ def _whole(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, one: Round, hidden: Tensor) -> tuple[Tensor, ...]:
-        ctx.round, ctx.dtype, ctx.device = one, hidden.dtype, hidden.device
+        ctx.round, ctx.like = one, (hidden.dtype, hidden.device)
         batches = one.exchange.dispatch(one.share(hidden.to(torch.bfloat16)), one.ids, one.weights, one.rows)
         one.batches = [batch.without_rows() for batch in batches]
         return tuple(batch.tokens for batch in batches)
@@ -166,7 +158,7 @@ class _Dispatch(torch.autograd.Function):
             ones = [ones_for(batch.topk_ids, batch.weights) for batch in batches]
             weights = [own for own, _ in ones]
             batches = [batch.derived(weights=own) for batch, (_, own) in zip(batches, ones, strict=True)]
-        return None, one.sums(grads, batches, weights, ctx.dtype, ctx.device)
+        return None, one.sums(grads, batches, weights, ctx.like)
 
 
 class _Combine(torch.autograd.Function):
@@ -176,7 +168,7 @@ class _Combine(torch.autograd.Function):
         rows = tuple(row.contiguous() for row in rows)
         if ctx.needs_input_grad[2]:
             ctx.save_for_backward(*rows)
-        return one.sums(rows, one.batches, one.weights, like.dtype, like.device)
+        return one.sums(rows, one.batches, one.weights, (like.dtype, like.device))
 
     @staticmethod
     @once_differentiable

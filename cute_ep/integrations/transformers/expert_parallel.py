@@ -83,8 +83,12 @@ class CuteEP(EPImplementation):
         on one of zeros, so that what hangs on their parameters (gradients, FSDP) takes part in the backward pass."""
         module = self._experts
         if self._known is None:
-            self._known = _is_known(module)
-            self._gate = experts.find_gate(module) if self._known else None
+            try:
+                experts.check_experts("experts", module)
+            except EPConfigError:
+                self._known = False
+            else:
+                self._known, self._gate = True, experts.find_gate(module)
         rows, offsets = tokens, batch.row_offsets
         if not len(tokens):
             rows, offsets = tokens.sum(dim=0, keepdim=True), torch.ones_like(offsets)
@@ -96,14 +100,3 @@ class CuteEP(EPImplementation):
         ids = own.repeat_interleave(offsets.diff(), output_size=len(rows))
         ones = tokens.new_ones((len(rows), 1), dtype=dtype)
         return self.experts_forward(rows.to(dtype), ids[:, None], ones)[: len(tokens)]
-
-
-def _is_known(module: nn.Module) -> bool:
-    """Whether `experts.run` computes what an experts module does."""
-    if not experts.is_experts(module):
-        return False
-    try:
-        experts.check_experts("experts", module)
-    except EPConfigError:
-        return False
-    return True

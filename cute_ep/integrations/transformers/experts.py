@@ -37,6 +37,7 @@ def is_experts(module: nn.Module) -> bool:
 
 def check_experts(name: str, module: nn.Module) -> None:
     """EPConfigError unless `run` computes what this experts module does."""
+    require(is_experts(module), "{} = {}: must be experts", name, type(module).__name__, error=EPConfigError)
     unknown = {flag for flag in vars(module) if flag.startswith("has_")} - KNOWN_FLAGS
     if wanted := sorted(flag for flag in unknown if getattr(module, flag)):
         rule = f"must be one of {', '.join(sorted(KNOWN_FLAGS))}; this version of cute_ep does not know what such"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -24,6 +24,9 @@ from cute_ep.layouts.maps.formats import BF16, FP8
 
 MOST = "a1.shape[0] = {}: must not exceed {}, {}"
 """Rule for the tokens of a call, the most, and what those come from."""
+Sending = tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, DispatchBuffers, Callable[[Dispatched], Any]]
+"""What a dispatch is given: rows, ids, weights; scale factors of rows that are quantised already; memory. And what
+makes of its batch what vLLM gets: called once, behind it and in the thread of the batch."""
 PREPARE, FINALIZE = "prepare", "finalize"
 QUANTIZED_BY = (
     *("quant_dtype", "per_act_token_quant", "block_shape", "is_scale_swizzled", "is_scale_transposed", "mx_alignment"),
@@ -40,16 +43,6 @@ class PrepareInput(NamedTuple):
     weighted: bool
     quant_config: FusedMoEQuantConfig
     defer_input_quant: bool
-
-
-class Sending(NamedTuple):
-    """What a dispatch is given: rows, ids, weights; scale factors of rows that are quantised already; memory. `result`
-    makes of its batch what vLLM gets, and is called once, behind it and in the thread of the batch."""
-
-    sent: tuple[Tensor, Tensor, Tensor]
-    scales: Tensor | None
-    out: DispatchBuffers
-    result: Callable[[Dispatched], mk.PrepareResultType]
 
 
 class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):

@@ -86,7 +86,7 @@ class CuteEPStandard(CuteEPLayer):
             ones = torch.ones(numbers.shape, dtype=torch.float32, device=numbers.device)
             return rows, factors, meta, numbers, ones
 
-        return Sending((rows, ids, weights), scales, out, result)
+        return (rows, ids, weights), scales, out, result
 
     def _room(self, topk_ids: Tensor) -> tuple[int, Tensor | None, Tensor]:
         """Room for rows that come, or at most can come, with those that pad an expert's; [L] int32 rows of each local
