@@ -15,7 +15,7 @@ from cute_ep import EPCommunicator, EPError, EPInputError
 from cute_ep.api.tensors import check_written
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import Names, require
-from cute_ep.integrations.common.reports import Words
+from cute_ep.integrations.common.pools import Words
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import MAX_EXPERTS
 from cute_ep.reference.routes import NO_EXPERT

@@ -13,7 +13,7 @@ from flashinfer import moe_ep
 from cute_ep import Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.common import checks, pools, reports
+from cute_ep.integrations.common import checks, pools
 from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, named_config, require
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 
@@ -129,7 +129,7 @@ class CuteEPCommunication(moe_ep.MoEEpCommunication):
     ) -> None:
         super().__init__(bootstrap, params)
         self.config = CuteEPConfig() if config is None else config
-        self._names, self._words, self._destroyed = names, reports.Words(names.ids, names.most), False
+        self._names, self._words, self._destroyed = names, pools.Words(names.ids, names.most), False
         self._round: tuple[EPCommunicator, Dispatched] | None = None  # which waits for its combine
         given = "bootstrap.rank, bootstrap.world_size"
         self._group = group_of(bootstrap.process_group, bootstrap.rank, bootstrap.world_size, given)

@@ -14,7 +14,7 @@ from torch import Tensor
 import cute_ep.ops
 from cute_ep import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.common import checks, pools, reports
+from cute_ep.integrations.common import checks, pools
 from cute_ep.ops.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.runtime.routes import count_routes
 
@@ -27,7 +27,7 @@ NAMES: checks.Names = {
     "max_tokens_per_rank": "hidden_states.shape[0], of the rank with the most tokens,",
     "world_size": "group.size()",
 }
-WORDS = reports.Words("token_indices", "hidden_states")
+WORDS = pools.Words("token_indices", "hidden_states")
 
 
 class CuteEPManager(token_dispatcher._DispatchManager):
@@ -37,11 +37,10 @@ class CuteEPManager(token_dispatcher._DispatchManager):
     Rows come by expert, in one block each, so there is no permutation. Experts multiply by the probabilities, which
     travel as float32, and so do their gradients; combine adds up. Kernels run on the current stream, whatever
     `async_finish` and `allocate_on_comm_stream` say. EPConfigError: an option cannot be served. docs/training.md says
-    what travels and waits, docs/adapters.md how wrong arguments and ids are told.
-
-    `mode` is of combine; `install` sets it. `token_indices` and `token_probs` are [T, K] int64 expert ids, -1 where an
-    entry was dropped, and probabilities; `dispatched_probs` [rows] float32, float64 with `moe_router_dtype` fp64;
-    `tokens_per_expert` [num_local_experts] int64 on the CPU, padding included.
+    what travels and waits, docs/adapters.md how wrong arguments and ids are told. `mode` is of combine; `install` sets
+    it. `token_indices` and `token_probs` are [T, K] int64 expert ids, -1 where an entry was dropped, and probabilities;
+    `dispatched_probs` [rows] float32, float64 with `moe_router_dtype` fp64; `tokens_per_expert` [num_local_experts]
+    int64 on the CPU, padding included.
     """
 
     mode: CombineMode = "partial"
@@ -62,10 +61,9 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         checks.sms("moe_deepep_num_sms", config.moe_deepep_num_sms)
         self.group, self.config = group, config
         self.num_local_experts, self.num_experts, self.router_topk = num_local_experts, num_experts, router_topk
-        self.row_alignment = 1
-        if config.moe_router_padding_for_quantization:
-            padding = get_align_size_for_quantization(config)
-            self.row_alignment = checks.alignment_for(padding, "moe_router_padding_for_quantization")
+        padded = config.moe_router_padding_for_quantization
+        padding = get_align_size_for_quantization(config) if padded else 1
+        self.row_alignment = checks.alignment_for(padding, "moe_router_padding_for_quantization")
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
         """Take the routing of a batch: [T, ranks, num_local_experts] bool, and probabilities of that shape."""

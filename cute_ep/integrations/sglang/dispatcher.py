@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfigError, EPError
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.common import checks, pools, reports, versions
+from cute_ep.integrations.common import checks, pools, versions
 from cute_ep.integrations.common.blocks import PACKED, columns_first, packed_exponents
 from cute_ep.integrations.common.checks import FLOATS, as_rows, named_config, require
 from cute_ep.layouts.maps.formats import FORMATS
@@ -36,7 +36,7 @@ TIMEOUT_S = 300.0
 """How long a rank waits for others: in a first pass they may be compiling."""
 LIMIT = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 NAMES = {"hidden": "hidden_size", "top_k": "router_topk", "max_tokens_per_rank": LIMIT, "world_size": "group.size()"}
-WORDS = reports.Words("topk_output.topk_ids", LIMIT)
+WORDS = pools.Words("topk_output.topk_ids", LIMIT)
 
 
 class CuteEPDispatcher(BaseDispatcher):
@@ -62,8 +62,7 @@ class CuteEPDispatcher(BaseDispatcher):
         super().__init__()
         checks.group("group", group)
         ranks, tokens = group.size(), envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()
-        if params_dtype != torch.bfloat16:
-            raise EPConfigError(f"--dtype = {params_dtype}: must be bfloat16")
+        require(params_dtype == torch.bfloat16, "--dtype = {}: must be bfloat16", params_dtype, error=EPConfigError)
         if num_local_experts * ranks != num_experts:
             rule = "choose --ep-num-redundant-experts so that all ranks have as many"
             each = f"num_experts = {num_experts}: must be {num_local_experts} on each of {ranks} ranks"

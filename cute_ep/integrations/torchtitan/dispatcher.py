@@ -16,7 +16,7 @@ from cute_ep import EPConfigError, EPError
 from cute_ep.api.config import is_integer, is_number
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate_combine import OUTPUT_TYPES
-from cute_ep.integrations.common import checks, pools, reports
+from cute_ep.integrations.common import checks, pools
 from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, named_config, require, room_for
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.library import FORWARD_OPS
@@ -29,7 +29,7 @@ FEWER = "lower training.local_batch_size, or raise parallelism.context_parallel_
 NAMES: Names = {"hidden": "x_TD.shape[1]", "max_tokens_per_rank": "x_TD.shape[0]", "world_size": "ep_mesh.size()"}
 CONFIGURED: Names = {**NAMES, "hidden": "hidden_dim", "max_tokens_per_rank": "num_max_tokens_per_rank"}
 """What the configuration calls them."""
-WORDS = reports.Words("topk_expert_ids_TK", "non_blocking_capacity_factor")
+WORDS = pools.Words("topk_expert_ids_TK", "non_blocking_capacity_factor")
 
 
 class CuteEPTokenDispatcher(BaseEPTokenDispatcher):

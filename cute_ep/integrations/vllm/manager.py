@@ -13,7 +13,7 @@ from vllm.distributed.device_communicators.base_device_communicator import All2A
 from cute_ep import EPCommunicator, EPConfigError
 from cute_ep.api.config import is_integer
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.common import checks, halves, reports
+from cute_ep.integrations.common import checks, halves, pools
 from cute_ep.runtime.group_pool import GroupPool
 
 KEY = "cute_ep"
@@ -23,7 +23,7 @@ NAMES = {
     "world_size": "expert parallel ranks",
     "block_rows": "ranks x --max-num-batched-tokens",
 }
-WORDS = reports.Words("topk_ids", "--max-num-batched-tokens")
+WORDS = pools.Words("topk_ids", "--max-num-batched-tokens")
 
 
 @dataclass(frozen=True)
