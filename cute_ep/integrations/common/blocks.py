@@ -44,12 +44,10 @@ def block_config(
 
 
 class Blocks:
-    """New memory for one dispatch into blocks of S = `slots` rows, of a communicator of a `block_config`. With `packed`
-    scale factors, powers of two, are packed; `hidden` must be a multiple of PACKED_COLUMNS.
-
-    Dispatch writes `out`. Of that are views `rows`, [L, S, hidden] bfloat16 or float8_e4m3fn, and `scales`, None or [L,
-    S, hidden / 128] float32; packed ones are [L, S, hidden / 512] int32 exponents. Both are neighbours along S.
-    """
+    """New memory for one dispatch into blocks of S = `slots` rows, of a communicator of a `block_config`. Dispatch
+    writes `out`. Of that are views `rows`, [L, S, hidden] bfloat16 or float8_e4m3fn, and `scales`, None or [L, S,
+    hidden / 128] float32, neighbours along S. With `packed` they are powers of two, as [L, S, hidden / 512] int32
+    exponents; `hidden` must be a multiple of PACKED_COLUMNS."""
 
     def __init__(self, communicator: EPCommunicator, slots: int, *, packed: bool = False) -> None:
         experts = communicator.cfg.local_experts

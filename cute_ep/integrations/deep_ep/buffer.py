@@ -22,7 +22,6 @@ class Buffer(LowLatency):
     """One rank's end of DeepEP V1's interface, a process per rank, all on one machine, each with a GPU of its own or
     none. Arguments, results and orders of rows are DeepEP's where a call says nothing else; options that it does not
     name have no effect. All work runs on the caller's current stream; a call's event is recorded behind its kernels.
-
     The first call of each kind connects: it is collective and waits on the host. Calls compute no gradients.
     docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout.
 
@@ -138,8 +137,7 @@ class Buffer(LowLatency):
             x: [T, hidden] bfloat16, or (float8_e4m3fn [T, hidden], scale factors [T, n] float32 or int32 of any
                 strides, n <= hidden / 128), which travel unchanged.
             handle: of an earlier dispatch of as many tokens, which go the same ways again; no layout is read.
-            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from `get_dispatch_layout`. Tokens go where
-                `is_token_in_rank` says, whatever entries they have.
+            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: of `get_dispatch_layout`; the second decides.
             topk_idx: [T, K], -1 masks; beside `topk_weights`, or neither.
             num_worst_tokens: rows to return whatever arrives, alike on all ranks, at least R times any rank's tokens.
 

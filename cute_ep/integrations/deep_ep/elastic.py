@@ -33,8 +33,7 @@ class ElasticBuffer(Pooled):
         num_bytes: kept as an attribute; None: what `get_buffer_size_hint` says. Memory is allocated when it is needed.
         num_cpu_bytes: must be 0.
         num_max_tokens_per_rank: default of `dispatch`.
-        allow_multiple_reduction: whether `combine` adds a token's expanded rows on their rank, and rounds the sum to
-            bfloat16, before it sends it; otherwise it sends all rows.
+        allow_multiple_reduction: whether `combine` adds a token's expanded rows on their rank before it sends them.
         prefer_overlap_with_compute: whether kernels take few SMs where a call does not say how many.
         num_gpu_timeout_secs: how long a rank waits for another one.
     """

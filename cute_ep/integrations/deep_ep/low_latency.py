@@ -210,7 +210,6 @@ class LowLatency(Pooled):
         return self._combine_views[extents]
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Give up every round whose hook was not called, on the ranks that all have sent it, as where a request is
-        aborted between the halves: it is received and dropped, and its hook raises EPError. Otherwise nothing: both
-        modes may be mixed, whatever the arguments say."""
+        """Give up every round whose hook was not called, which all ranks must have sent: it is received and dropped,
+        and its hook raises EPError. Otherwise nothing: both modes may be mixed, whatever the arguments say."""
         self._halves.give_up()

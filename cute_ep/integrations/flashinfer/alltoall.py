@@ -36,10 +36,9 @@ ORDER = "hidden states, their scale factors if any, token_selected_experts, rout
 
 
 class MoeAlltoAll:
-    """One rank's dispatch and combine, in place of FlashInfer's class of this name.
-
-    What is said of `CuteEPCommunication` holds here, too, also of errors; the first dispatch of rows of another size
-    is collective. Arguments that are not named here have no effect.
+    """One rank's dispatch and combine, in place of FlashInfer's class of this name. What is said of
+    `CuteEPCommunication` holds here, too, also of errors; the first dispatch of rows of another size is collective.
+    Arguments that are not named here have no effect.
 
     Args:
         mapping: FlashInfer's Mapping, of which `moe_ep_rank` and `moe_ep_size` are read.

@@ -19,8 +19,6 @@ __all__ = ["CuteEPSelectiveAC", "CuteEPTokenDispatcher", "close", "cute_ep_dispa
 
 
 # torchtitan looks for an override by the module that defines it: these stay in this one
-
-
 @override(target=BaseEPTokenDispatcher.Config, description="MoE token dispatch by cute_ep.")
 def cute_ep_dispatcher(cfg: BaseEPTokenDispatcher.Config, **options: Any) -> CuteEPTokenDispatcher.Config:
     """Any expert parallel dispatcher's configuration as cute_ep's; `options` are fields of that to set."""

@@ -58,6 +58,7 @@ class Attachment(AbstractContextManager["Attachment"]):
         checks.integer("max_tokens", max_tokens, 1, ranks * MAX_TOKENS_PER_RANK, error=EPConfigError)
         checks.mode("mode", mode)
         self.max_tokens, self.mode = int(max_tokens), mode
+        self._room = -(-self.max_tokens // ranks)  # tokens of a rank in such a pass
         modules = model.named_modules() if isinstance(model, nn.Module) else ()
         found = {name or "model": module for name, module in modules if experts.is_experts(module)}
         rule = "model = {}: has no experts that transformers' experts interface calls"
@@ -69,7 +70,7 @@ class Attachment(AbstractContextManager["Attachment"]):
             require(not _is_split(module), rule, name, error=EPConfigError)
             padded = f"{name}: experts, padded to equal parts of the ranks,"
             names = {**NAMES, "hidden": f"{name}: hidden size", "num_experts": padded}
-            sizes = experts.hidden_size(module), align_up(module.num_experts, ranks), 1, self._room(), ranks
+            sizes = experts.hidden_size(module), align_up(module.num_experts, ranks), 1, self._room, ranks
             named_config(names, sizes, error=EPConfigError)
         self._pool = LocalPool(self.devices, grows=True)
         self._pool.sweep()
@@ -96,9 +97,8 @@ class Attachment(AbstractContextManager["Attachment"]):
         for module in list(self._modules):
             _LAYERS.pop(module, None)
         for config, before in self._before:
-            if any(config is own for other in _attachments() for own, _ in other._before):
-                continue
-            if config._experts_implementation == NAME:
+            shared = any(config is own for other in _attachments() for own, _ in other._before)
+            if not shared and config._experts_implementation == NAME:
                 config._experts_implementation = {"": before}
         self._before = []
         self._end.detach()
@@ -109,17 +109,12 @@ class Attachment(AbstractContextManager["Attachment"]):
         self._exchanges.clear()
         self._pool.abandon()
 
-    def _room(self) -> int:
-        """Tokens of a rank in a pass of `max_tokens`."""
-        return -(-self.max_tokens // len(self.devices))
-
     def __exit__(self, *error: object) -> None:
         self.detach()
 
     def exchange(self, hidden: int, number: int, top_k: int, tokens: int) -> Exchange:
-        """The ranks for layers of so many experts, with room for `tokens` tokens: connected when first needed, and
-        again, with twice the room or more, when more tokens come. One with less room closes when no graph needs it any
-        more. EPInputError: the sizes break a rule, or there are too many tokens for any communicator."""
+        """The ranks for layers of so many experts, with room for `tokens` tokens: connected when first needed, and with
+        twice the room or more when more come. EPInputError: the sizes break a rule, or there are too many tokens."""
         ranks = len(self.devices)
         key, need = (hidden, align_up(number, ranks), top_k), -(-tokens // ranks)
         with self._connecting:
@@ -128,7 +123,7 @@ class Attachment(AbstractContextManager["Attachment"]):
                 return found
             most, rule = MAX_TOKENS_PER_RANK, "hidden_states.shape[0] = {}: must not exceed {} tokens a rank, here {}; "
             require(need <= most, rule + "use shorter or fewer sequences a pass", tokens, most, most * ranks)
-            room = self._room()
+            room = self._room
             if found is not None:
                 room = 2 * found.cfg.max_tokens_per_rank
                 LOG.info("%d tokens a rank, more than %d: connecting again", need, found.cfg.max_tokens_per_rank)
@@ -149,7 +144,7 @@ def attach(
 
     Args:
         model: a model of transformers, or any module that contains one or its experts.
-        devices: one a rank, as of `cute_ep.connect_local`: several GPUs, one GPU several times, or "cpu" everywhere.
+        devices: one a rank, as of `cute_ep.connect_local`.
         max_tokens: most tokens (sequences times their length) of a pass. If more come the ranks connect again.
         mode: of combine, and of the sums of gradients (docs/numerics.md).
 

@@ -36,7 +36,7 @@ class Exchange:
     ranks share a device they wait for their results (`waits`)."""
 
     def __init__(self, pool: LocalPool, cfg: EPConfig) -> None:
-        self.cfg, self._pool = cfg, pool
+        self.cfg, self.pool = cfg, pool
         self.communicators = pool.open(cfg).communicators
         self._hold = pool.hold(self.communicators[0])
         self.devices = [communicator.device for communicator in self.communicators]
@@ -63,15 +63,11 @@ class Exchange:
         with self._together():
             return self._combine(rows, batches, weights, **options)
 
-    def note_capture(self) -> None:
-        """To be called by a pass that may go into a CUDA graph."""
-        self._pool.note_capture(self.communicators[0])
-
     @contextmanager
     def _together(self) -> Iterator[None]:
         """Around a call of all ranks: no other call comes between their launches."""
         with CALLING:
-            self._pool.sweep()
+            self.pool.sweep()
             if self.communicators[0].closed:
                 raise EPError(CLOSED)
             yield
@@ -103,7 +99,7 @@ class Round:
             entries[: len(routes.by_expert)] = routes.by_expert
             self.rows = host_list(entries.view(ranks, cfg.local_experts).sum(1))
         else:
-            exchange.note_capture()
+            exchange.pool.note_capture(exchange.communicators[0])
             self.rows = [ids.numel()] * ranks
         self.batches: list[Dispatched] = []
 
@@ -131,12 +127,8 @@ class Round:
         (dtype, device), given = like, weights if self.mode == "exact" else None
         returned = dtype if dtype in OUTPUT_TYPES else torch.float32
         rows = [one.contiguous() for one in rows]
-        return _whole(self.exchange.combine(rows, batches, given, mode=self.mode, dtype=returned), device).to(dtype)
-
-
-def _whole(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The [T, ...] tensor of all ranks' parts, in memory of its own."""
-    return torch.cat([part.to(device) for part in parts])
+        parts = self.exchange.combine(rows, batches, given, mode=self.mode, dtype=returned)
+        return torch.cat([part.to(device) for part in parts]).to(dtype)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -184,5 +176,5 @@ class _Combine(torch.autograd.Function):
         if for_weights:
             home = one.exchange.combine(ctx.saved_tensors, one.batches, None, mode="unweighted", dtype=torch.bfloat16)
             products = [inner_products(own, part) for own, part in zip(home, one.share(grad), strict=True)]
-            of_weights = _whole(products, grad.device).to(ctx.kind)
+            of_weights = torch.cat([part.to(grad.device) for part in products]).to(ctx.kind)
         return None, None, of_weights, *of_rows

@@ -117,11 +117,9 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 
 class Shards:
-    """The weights of each rank's experts, from a module that has those of all: `counts` of them on each device.
-
-    A rank on the module's device gets views. One on another device gets copies: with gradients at every call, without
-    them once, as long as the parameter stays the same tensor, at the same address, of the same version.
-    """
+    """The weights of each rank's experts, from a module that has those of all: `counts` of them on each device. A rank
+    on the module's device gets views. One on another device gets copies: with gradients at every call, without them
+    once, as long as the parameter stays the same tensor, at the same address, of the same version."""
 
     def __init__(self, counts: Sequence[int], devices: Sequence[torch.device]) -> None:
         self.counts, self.devices = list(counts), devices

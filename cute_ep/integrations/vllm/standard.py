@@ -94,7 +94,8 @@ class CuteEPStandard(CuteEPLayer):
         cfg, tokens = self._cfg, self._cfg.max_tokens_per_rank  # what no rank has more than, the same on all ranks
         context = get_forward_context() if is_forward_context_available() else None
         if context is not None and context.dp_metadata is not None:
-            tokens, own = self._share(int(context.dp_metadata.num_tokens_across_dp_cpu.max())), topk_ids.shape[0]
+            most, own = int(context.dp_metadata.num_tokens_across_dp_cpu.max()), topk_ids.shape[0]
+            tokens = -(-most // self._sp_size)
             require(own <= tokens, MOST, own, tokens, "the most that vLLM says a rank has")
         most, first = self._most_rows(tokens, cfg.top_k), self._is_first()
         if most > self._options.static_rows and not self._manager.pool.capturing():
@@ -110,13 +111,9 @@ class CuteEPStandard(CuteEPLayer):
     def _reserved_rows(self) -> int:
         """What later calls can need: uncounted ones, and counted ones, whose tokens name an expert once."""
         cfg = self._cfg
-        tokens = self._share(cfg.max_tokens_per_rank)
+        tokens = -(-cfg.max_tokens_per_rank // self._sp_size)
         uncounted = min(self._most_rows(tokens, cfg.top_k), self._options.static_rows)
         return max(uncounted, self._most_rows(tokens, min(cfg.top_k, cfg.local_experts)))
-
-    def _share(self, tokens: int) -> int:
-        """Most of a data parallel rank's tokens that one of our ranks sends."""
-        return -(-tokens // self._sp_size)
 
     def _most_rows(self, tokens: int, rows: int) -> int:
         """Of this rank, where each rank has `tokens` tokens, each with as many rows here."""
