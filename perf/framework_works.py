@@ -218,7 +218,6 @@ def vllm(me: Rank) -> Iterator[Work]:
     from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, fp8_w8a8_moe_quant_config
 
     from cute_ep.integrations.vllm.batched import CuteEPBatched
-    from cute_ep.integrations.vllm.layer import LayerSizes
     from cute_ep.integrations.vllm.manager import Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
@@ -240,14 +239,14 @@ def vllm(me: Rank) -> Iterator[Work]:
                 native = Native(me, given, Options.mode, **layout)
                 room = me.shape.config(fmt, me.world, tokens).max_rows
                 for static in (Options.static_rows, 0):
-                    layer: Any = CuteEPStandard(manager, LayerSizes(**sizes), options=Options(static_rows=static))
+                    layer: Any = CuteEPStandard(manager, tuple(sizes.values()), options=Options(static_rows=static))
                     layer.post_init_setup(experts)
                     about = "standard" if static else "standard, static_rows=0"
                     yield vllm_work(me, layer, quant, native, room > static, about)
             if tokens <= LOW_LATENCY_TOKENS:
                 layout = {"dispatch_format": fmt, "scale_layout": "transposed" if fmt == "fp8" else None}
                 native = Native(me, given, Options.mode, block_rows=slots, **layout)
-                layer = CuteEPBatched(manager, LayerSizes(**sizes))
+                layer = CuteEPBatched(manager, tuple(sizes.values()))
                 layer.post_init_setup(experts)
                 yield vllm_work(me, layer, quant, native, False, "batched")
     manager.destroy()

@@ -1,7 +1,8 @@
 """Adapters to other libraries, in rooms: `cute_ep.integrations.<library>`. `common` has what several of them use.
 
 A room imports its library when it is imported itself. It imports no other room but `common`, and nothing in the rest of
-cute_ep imports a room. Of the core an adapter may use the public names of `cute_ep` and these, none with an underscore:
+cute_ep imports a room. Of the core an adapter may use the public names of `cute_ep`, and of these modules the names in
+`tests/project/test_imports.py`, none with an underscore:
 
 | what | where |
 | --- | --- |
@@ -13,6 +14,4 @@ cute_ep imports a room. Of the core an adapter may use the public names of `cute
 | what sums and gates compute | `runtime.sums`, `nn.gates` |
 | numbers: limits, formats, words of tables | `layouts.maps`, `reference.routes` |
 | parts of torch that move | `torch_internals` |
-
-`tests/project/test_imports.py` has the names.
 """

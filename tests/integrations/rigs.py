@@ -146,10 +146,10 @@ class FlashInfer(Rig):
 
     def __init__(self, group: ThreadGroup) -> None:
         adapter: Any = importlib.import_module("cute_ep.integrations.flashinfer.communication")
-        params = adapter.MoEEpCommParams(
+        params = adapter.moe_ep.MoEEpCommParams(
             num_experts=EXPERTS, top_k=SLOTS, max_tokens_per_rank=MOST, hidden_size=HIDDEN, dtype=torch.bfloat16
         )
-        bootstrap = adapter.BootstrapConfig(world_size=group.size(), rank=group.rank(), process_group=group)
+        bootstrap = adapter.moe_ep.BootstrapConfig(world_size=group.size(), rank=group.rank(), process_group=group)
         self.one = adapter.CuteEPCommunication(bootstrap, params)
 
     def dispatch(self, given: Given) -> Any:
@@ -196,12 +196,11 @@ class VLLM(Rig):
         name = "batched" if batched else "standard"
         module: Any = importlib.import_module(f"cute_ep.integrations.vllm.{name}")
         manager: Any = importlib.import_module("cute_ep.integrations.vllm.manager")
-        options: Any = importlib.import_module("cute_ep.integrations.vllm.manager")
         self.group, self.manager = group, manager.CuteEPAll2AllManager(group)
         sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": SLOTS, "max_tokens": MOST}
         make = module.CuteEPBatched if batched else module.CuteEPStandard
         self.layer = make(
-            self.manager, module.LayerSizes(**sizes), options=options.Options(static_rows=0 if counted else 32768)
+            self.manager, tuple(sizes.values()), options=manager.Options(static_rows=0 if counted else 32768)
         )
         self.experts = vllm_parts.experts_of()
         self.layer.post_init_setup(self.experts)

@@ -207,7 +207,6 @@ def test_vllm(monkeypatch: Patch) -> None:
     with vllm(monkeypatch):
         options: Any = importlib.import_module("cute_ep.integrations.vllm.manager").Options
         standard: Any = importlib.import_module("cute_ep.integrations.vllm.standard").CuteEPStandard
-        make_sizes: Any = importlib.import_module("cute_ep.integrations.vllm.layer").LayerSizes
         batched: Any = importlib.import_module("cute_ep.integrations.vllm.batched").CuteEPBatched
         for given, words in (
             ({"mode": "unweighted"}, "['mode'] = 'unweighted': must be 'partial' or 'exact'"),
@@ -227,7 +226,7 @@ def test_vllm(monkeypatch: Patch) -> None:
             ({"max_tokens": 40000}, "--max-num-batched-tokens = 40000: must be an integer in [1, 32768]"),
         ):
             for make in (standard, batched):
-                call = partial(make, SimpleNamespace(world_size=2), make_sizes(**{**sizes, **changes}))
+                call = partial(make, SimpleNamespace(world_size=2), tuple({**sizes, **changes}.values()))
                 refused(call, words, EPConfigError, own=("hidden", "top_k"))
 
 
@@ -295,7 +294,7 @@ def test_flashinfer(monkeypatch: Patch) -> None:
         adapter: Any = importlib.import_module("cute_ep.integrations.flashinfer.communication")
         shared = set(pools.SHARED)
         group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-        bootstrap = adapter.BootstrapConfig(world_size=2, rank=0, process_group=group)
+        bootstrap = adapter.moe_ep.BootstrapConfig(world_size=2, rank=0, process_group=group)
         for changes, words in (
             ({"hidden_size": 20}, "params.hidden_size = 20: must be a multiple of 8 in [8, 65536] for bf16"),
             ({"top_k": 40}, "params.top_k = 40: must be an integer in [1, 8] (params.num_experts = 8)"),
@@ -309,9 +308,9 @@ def test_flashinfer(monkeypatch: Patch) -> None:
             ),
         ):
             sizes = {"num_experts": 8, "top_k": 2, "max_tokens_per_rank": 8, "hidden_size": 128, **changes}
-            params = adapter.MoEEpCommParams(**sizes)
+            params = adapter.moe_ep.MoEEpCommParams(**sizes)
             refused(partial(adapter.CuteEPCommunication, bootstrap, params), words, EPConfigError)
-        params = adapter.MoEEpCommParams(num_experts=8, top_k=2, max_tokens_per_rank=8, hidden_size=128)
+        params = adapter.moe_ep.MoEEpCommParams(num_experts=8, top_k=2, max_tokens_per_rank=8, hidden_size=128)
         for options, words in (
             ({"sms": 0}, "config.sms = 0: must be an integer that is positive"),
             ({"timeout_s": -1}, "config.timeout_s = -1: must be a number"),

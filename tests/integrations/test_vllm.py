@@ -214,9 +214,7 @@ def test_the_first_call_makes_room_for_no_more_than_can_come(
     sizes = {"hidden": 512, "num_experts": experts, "top_k": top_k, "max_tokens": 1023}
     pool = SimpleNamespace(capturing=lambda: True)
     options, manager = standard.Options(static_rows=1), SimpleNamespace(world_size=8, pool=pool)
-    layer = standard.CuteEPStandard(
-        manager, standard.LayerSizes(**sizes), sp_size=shared_by, graphs=True, options=options
-    )
+    layer = standard.CuteEPStandard(manager, tuple(sizes.values()), sp_size=shared_by, graphs=True, options=options)
     most, ids = 8 * -(-1023 // shared_by), torch.zeros(1, top_k, dtype=torch.int64)
     assert layer._room(ids)[0] == most * min(top_k, experts // 8)
     assert layer._room(ids)[0] == 8 * 1023 * top_k

@@ -47,7 +47,6 @@ def connected(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank) -> Iterator[
 def layers(number: int, quant: dict[str, Any], batched: bool = False, **options: Any) -> list:
     """Layers of rank 0 of two."""
     from cute_ep.integrations.vllm.batched import CuteEPBatched
-    from cute_ep.integrations.vllm.layer import LayerSizes
     from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager, Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
@@ -55,7 +54,7 @@ def layers(number: int, quant: dict[str, Any], batched: bool = False, **options:
     manager = CuteEPAll2AllManager(group)
     sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": SLOTS, "max_tokens": TOKENS}
     make: Any = CuteEPBatched if batched else CuteEPStandard
-    made = [make(manager, LayerSizes(**sizes), options=Options(**options)) for _ in range(number)]
+    made = [make(manager, tuple(sizes.values()), options=Options(**options)) for _ in range(number)]
     for one in made:
         one.post_init_setup(experts_of(**quant))
     return made

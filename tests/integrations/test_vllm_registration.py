@@ -193,7 +193,8 @@ def test_layers_are_ours(parts: Parts, where: str) -> None:
         parts.current.compilation_config.cudagraph_mode = mode
         assert make(moe(), None)._graphs
     batched = make(moe("cute_ep_batched"), None)
-    assert type(batched).__name__ == "CuteEPBatched" and batched._mode == "exact" and batched._cfg.block_rows == 32
+    assert type(batched).__name__ == "CuteEPBatched" and batched._options.mode == "exact"
+    assert batched._cfg.block_rows == 32
 
 
 @pytest.mark.parametrize("one", [moe("deepep_v2"), moe(use_all2all_kernels=False, dp_size=1)], ids=["other", "alone"])

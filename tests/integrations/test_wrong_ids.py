@@ -12,7 +12,7 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
-from cute_ep.integrations.common.reports import Words
+from cute_ep.integrations.common.pools import Words
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.reference.backend import ReferenceCommunicator, connect_reference
 from tests.integrations.groups import ThreadGroup, on_groups

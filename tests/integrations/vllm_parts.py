@@ -167,7 +167,7 @@ def run(
         made = manager.CuteEPAll2AllManager(group)  # type: ignore[arg-type]
         sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": top_k, "max_tokens": TMAX}
         make = CuteEPBatched if batched else standard.CuteEPStandard
-        layer: Any = make(made, standard.LayerSizes(**sizes), options=Options(**options))
+        layer: Any = make(made, tuple(sizes.values()), options=Options(**options))
         layer.post_init_setup(experts_of(**(quant or {})))
         try:
             return program(Layer(layer, group.rank(), group))

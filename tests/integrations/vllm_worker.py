@@ -44,7 +44,6 @@ def stub_layer(static_rows: int | None) -> tuple[Forward, Callable[[], None]]:
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
     from cute_ep.integrations.vllm.batched import CuteEPBatched
-    from cute_ep.integrations.vllm.layer import LayerSizes
     from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager, Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
@@ -54,9 +53,9 @@ def stub_layer(static_rows: int | None) -> tuple[Forward, Callable[[], None]]:
     sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": SLOTS, "max_tokens": TMAX}
     layer: Any
     if static_rows is None:
-        layer = CuteEPBatched(manager, LayerSizes(**sizes))
+        layer = CuteEPBatched(manager, tuple(sizes.values()))
     else:
-        layer = CuteEPStandard(manager, LayerSizes(**sizes), options=Options(mode="exact", static_rows=static_rows))
+        layer = CuteEPStandard(manager, tuple(sizes.values()), options=Options(mode="exact", static_rows=static_rows))
     layer.post_init_setup(experts_of())
     local = torch.arange(EXPERTS) * dist.get_world_size() // EXPERTS == dist.get_rank()
 

@@ -11,6 +11,7 @@ from cute_ep import DispatchBuffers, EPCommunicator, EPConfig, EPError, EPInputE
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common.checks import Names, Sizes, named_config
 from cute_ep.layouts.maps.formats import FP8
+from cute_ep.layouts.maps.record import align_up
 
 PACKED, EXPONENT = 4, 23
 """Exponents (UE8M0) in an int32, and the place of the exponent's lowest bit in a float32."""
@@ -25,6 +26,13 @@ def packed_exponents(scales: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.int32)
 
 
+def columns_first(rows: torch.Tensor, multiple: int = 1) -> torch.Tensor:
+    """A copy of [N, n] with neighbours along N, columns at multiples of so many elements."""
+    number, columns = rows.shape
+    memory = torch.empty((columns, align_up(number, multiple)), dtype=rows.dtype, device=rows.device)
+    return memory[:, :number].t().copy_(rows)
+
+
 def block_config(
     names: Names, sizes: Sizes, dispatch_format: FormatName, *, error: type[EPError] = EPInputError, **options: Any
 ) -> EPConfig:
@@ -36,12 +44,10 @@ def block_config(
 
 
 class Blocks:
-    """New memory for one dispatch into blocks of S = `slots` rows, of a communicator of a `block_config`. With `packed`
-    scale factors, powers of two, are packed; `hidden` must be a multiple of PACKED_COLUMNS.
-
-    Dispatch writes `out`. Of that are views `rows`, [L, S, hidden] bfloat16 or float8_e4m3fn, and `scales`, None or [L,
-    S, hidden / 128] float32; packed ones are [L, S, hidden / 512] int32 exponents. Both are neighbours along S.
-    """
+    """New memory for one dispatch into blocks of S = `slots` rows, of a communicator of a `block_config`. Dispatch
+    writes `out`. Of that are views `rows`, [L, S, hidden] bfloat16 or float8_e4m3fn, and `scales`, None or [L, S,
+    hidden / 128] float32, neighbours along S. With `packed` they are powers of two, as [L, S, hidden / 512] int32
+    exponents; `hidden` must be a multiple of PACKED_COLUMNS."""
 
     def __init__(self, communicator: EPCommunicator, slots: int, *, packed: bool = False) -> None:
         experts = communicator.cfg.local_experts

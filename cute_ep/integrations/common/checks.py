@@ -1,13 +1,12 @@
 """Rules for arguments that adapters have in common, told in the words of the interface that was called, before anything
-is sent: no rank waits for one that has refused its arguments. Nothing here reads a tensor's elements.
-
-Where no other type is named, a broken rule is an EPInputError.
-"""
+is sent: no rank waits for one that has refused its arguments. Nothing here reads a tensor's elements. Where no other
+type is named, a broken rule is an EPInputError."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from types import UnionType
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +32,8 @@ Made = TypeVar("Made")
 
 config_of = lru_cache(maxsize=1024, typed=True)(EPConfig)
 """An EPConfig, made once for the same arguments: its checks take as long as a dispatch (50 us of the host)."""
+given = partial(check_tensor, strict=False)
+"""`check_tensor` of a tensor with any strides, that may require a gradient."""
 LEAST_TOKENS = 64
 """Tokens per rank that communicators are made for at least; then powers of two, so that few are made."""
 
@@ -65,8 +66,8 @@ def require(ok: object, rule: str, *values: object, error: type[EPError] = EPInp
         raise error(rule.format(*values))
 
 
-def kind(name: str, value: object, wanted: type[Made], rule: str) -> Made:
-    """The value, which must be of this type."""
+def kind(name: str, value: object, wanted: type[Made] | UnionType, rule: str) -> Made:
+    """The value, which must be of this type, or of one of these."""
     if isinstance(value, wanted):
         return value
     raise EPInputError(f"{name} = {type(value).__name__}: must be {rule}")
@@ -76,18 +77,6 @@ def absent(why: str = "", **given: object) -> None:
     """An error, which ends with `why`, unless all these arguments are None."""
     for name, tensor in given.items():
         require(tensor is None, "{} = tensor: must be None{}", name, why)
-
-
-def given(
-    name: str,
-    tensor: torch.Tensor,
-    *,
-    shape: Sequence[int | None] | None = None,
-    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
-    device: torch.device | None = None,
-) -> None:
-    """`check_tensor` of a tensor with any strides, that may require a gradient."""
-    check_tensor(name, tensor, shape=shape, dtype=dtype, device=device, strict=False)
 
 
 def output(
@@ -116,9 +105,8 @@ def integer(
 
 def most(name: str, tokens: int, remedy: str = "") -> None:
     """An error, with what to do about it, for more tokens of a rank than any communicator takes."""
-    if tokens > MAX_TOKENS_PER_RANK:
-        more = f"; {remedy}" if remedy else ""
-        raise EPInputError(f"{name} = {tokens}: must not exceed {MAX_TOKENS_PER_RANK} tokens of a rank{more}")
+    rule, limit = "{} = {}: must not exceed {} tokens of a rank{}", MAX_TOKENS_PER_RANK
+    require(tokens <= limit, rule, name, tokens, limit, remedy and f"; {remedy}")
 
 
 def seconds(name: str, value: object) -> None:
@@ -155,8 +143,7 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def alignment_for(multiple: int, name: str = "padding") -> int:
-    """The least `row_alignment` that pads to a multiple of this. EPConfigError, which calls it `name`: there is
-    none."""
+    """The least `row_alignment` that pads to a multiple of this. EPConfigError, which calls it `name`: none does."""
     integer(name, multiple, error=EPConfigError)
     for alignment in ROW_ALIGNMENTS:
         if alignment % multiple == 0:

@@ -1,9 +1,7 @@
-"""Calls in two halves: rounds that were sent and wait for the hook that receives them.
-
-A communicator receives in the order of sending, and has room for MAX_OUTSTANDING rounds. A hook that nobody has any
-more, as where a request was aborted between the halves, would end that: so the next call receives its round and drops
-it. No other rank has to take part, since all have sent the round.
-"""
+"""Calls in two halves: rounds that were sent and wait for the hook that receives them. A communicator receives in the
+order of sending, and has room for MAX_OUTSTANDING rounds. A hook that nobody has any more, as where a request was
+aborted between the halves, would end that: so the next call receives its round and drops it. No other rank has to take
+part, since all have sent the round."""
 
 from __future__ import annotations
 
@@ -58,8 +56,7 @@ class Hook:
 
 
 class Halves:
-    """The rounds of an adapter that wait for their hooks, in the order of sending. `remedy`: how a caller gives rounds
-    up whose hooks it has, for errors."""
+    """The rounds of an adapter that wait for their hooks, in the order of sending. `remedy`: how to give them up."""
 
     def __init__(self, pool: GroupPool, remedy: str) -> None:
         self._pool, self.remedy = pool, remedy
@@ -86,8 +83,7 @@ class Halves:
         hooked: bool,
         scales: torch.Tensor | None = None,
     ) -> Hook | None:
-        """Send rows, ids and weights, behind `make_way`. `received` gets the batch: now, or from the hook, if
-        `hooked`."""
+        """Send rows, ids and weights, behind `make_way`. `received` gets the batch: now, or if `hooked` from a hook."""
         captured = self._pool.note_capture(communicator)
         if not hooked:
             received(communicator.dispatch(*sent, out=out, scales=scales))

@@ -1,9 +1,16 @@
-"""The pools of process groups that adapters have in common, and configurations with room to spare."""
+"""The pools of process groups that adapters have in common, configurations with room to spare, and what kernels have
+found wrong with the contents of tensors."""
 
 from __future__ import annotations
 
-from cute_ep import EPCommunicator, EPConfig
+from dataclasses import dataclass
+
+import torch
+
+from cute_ep import EPCommunicator, EPConfig, EPInputError
 from cute_ep.integrations.common.checks import Names, roomy_config
+from cute_ep.layouts.maps.routing import BEYOND, Phase
+from cute_ep.reference.routes import NO_EXPERT
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.group_pool import GroupPool, Pools
 
@@ -30,3 +37,46 @@ def communicator_for(
     """One of a `config_for` these, which waits for late ranks as long as the group does. EPConfigError, EPError: as of
     `GroupPool.get`; without a number of `sms` it leaves some to NCCL."""
     return pool.get(config_for(pool, names, own, row_alignment), sms, sms_beside_nccl, names)
+
+
+@dataclass(frozen=True)
+class Words:
+    """How an interface calls what may be wrong: expert ids, [T, K], and what says how many rows there is room for. All
+    calls of an adapter look for it before they send anything (docs/adapters.md)."""
+
+    ids: str
+    room: str
+
+    def entry(self, communicator: EPCommunicator, index: int, experts: int, seen: int) -> str:
+        """An expert id out of range: entry `index` of all, of so many experts."""
+        token, slot = divmod(index, communicator.cfg.top_k)
+        value = f"{seen} or beyond 32 bits" if seen in (BEYOND, NO_EXPERT) else seen
+        return f"{self.ids}[{token}, {slot}] = {value}: must be -1 or in [0, {experts})"
+
+    def rows(self, communicator: EPCommunicator, index: int, room: int, seen: int) -> str:
+        """More rows than there was room for; `index`: 0, or one more than the group whose block was full."""
+        if not index:
+            return f"{self.room}: left room for {room} rows, but {seen} came, and all are lost"
+        if communicator.cfg.is_rank_major:
+            return f"{self.room}: left room for {room} rows of a rank, but {seen} came from rank {index - 1}"
+        why = f"whose block has room for {room}, as where tokens name an expert twice"
+        return f"{self.ids}: brought {seen} rows to local expert {index - 1}, {why}"
+
+    def raise_found(self, pool: GroupPool) -> None:
+        """EPInputError of what is known by now to be wrong with earlier calls' input, once, without waiting."""
+        for communicator in pool.communicators:
+            if not (found := communicator.take_input_errors()):
+                continue
+            tell = {Phase.EXPERT_ID: self.entry, Phase.ROW_CAPACITY: self.rows}
+            if texts := [tell[phase](communicator, *found[phase]) for phase in tell if phase in found]:
+                again = "(found in an earlier call; this one has sent nothing, make it again)"
+                raise EPInputError(f"rank {communicator.rank}: {'; '.join(texts)} {again}")
+
+    def synchronize(self, pool: GroupPool) -> None:
+        """Wait for this rank's work on all communicators, and raise what was found wrong: EPInputError as of
+        `raise_found`, EPTimeout as of `EPCommunicator.synchronize`."""
+        if pool.device.type == "cuda":
+            torch.cuda.synchronize(pool.device)
+        self.raise_found(pool)
+        for communicator in pool.communicators:
+            communicator.synchronize()

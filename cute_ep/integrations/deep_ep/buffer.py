@@ -1,8 +1,4 @@
-"""`Buffer`, with the calls of DeepEP V1: it checks arguments and options, and leaves the work to the two modes.
-
-All work runs on the caller's current stream, so `async_finish` overlaps nothing by itself: the event that a call
-returns is recorded behind its kernels.
-"""
+"""`Buffer`, with the calls of DeepEP V1: it checks arguments and options, and leaves the work to the two modes."""
 
 from __future__ import annotations
 
@@ -13,8 +9,7 @@ from cute_ep import EPConfigError, EPInputError, memory_bytes
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import as_rows, require, roomy_config
 from cute_ep.integrations.deep_ep import calls
-from cute_ep.integrations.deep_ep.calls import Rows, absent, without_gradients
-from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
+from cute_ep.integrations.deep_ep.calls import Config, EventHandle, EventOverlap, Rows, without_gradients
 from cute_ep.integrations.deep_ep.layout import GivenLayout, check_layout, routes_of
 from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
 from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, entries_of, first_rows
@@ -26,15 +21,12 @@ HANDLE = "what dispatch returned, not a copy of its parts"
 class Buffer(LowLatency):
     """One rank's end of DeepEP V1's interface, a process per rank, all on one machine, each with a GPU of its own or
     none. Arguments, results and orders of rows are DeepEP's where a call says nothing else; options that it does not
-    name have no effect.
-
-    Communicators are connected when a call first needs one, so the first call of each kind is collective and waits on
-    the host: make it before capturing a CUDA graph. Calls compute no gradients and drop those of their arguments.
+    name have no effect. All work runs on the caller's current stream; a call's event is recorded behind its kernels.
+    The first call of each kind connects: it is collective and waits on the host. Calls compute no gradients.
     docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout.
 
     `comm` must be None, `enable_shrink` False (EPConfigError). `rank` and `group_size` are this process's rank in the
-    group and how many there are. `num_sms`: how many SMs kernels of normal mode may take, of communicators connected
-    from then on.
+    group and how many there are. `num_sms`: SMs for kernels of normal mode, of communicators connected from then on.
     """
 
     num_sms: int = 20
@@ -144,14 +136,10 @@ class Buffer(LowLatency):
         Args:
             x: [T, hidden] bfloat16, or (float8_e4m3fn [T, hidden], scale factors [T, n] float32 or int32 of any
                 strides, n <= hidden / 128), which travel unchanged.
-            handle: what an earlier dispatch of as many tokens returned: they go the same ways again, and none of the
-                layout and top-k arguments is read.
-            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from `get_dispatch_layout`. Tokens go where
-                `is_token_in_rank` says, whatever entries they have.
-            topk_idx: [T, K], -1 masks; beside `topk_weights`, or neither. One out of range masks too, and a later call
-                tells it.
-            num_worst_tokens: rows to return whatever arrives, the same on all ranks, at least R times the tokens of any
-                rank.
+            handle: of an earlier dispatch of as many tokens, which go the same ways again; no layout is read.
+            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: of `get_dispatch_layout`; the second decides.
+            topk_idx: [T, K], -1 masks; beside `topk_weights`, or neither.
+            num_worst_tokens: rows to return whatever arrives, alike on all ranks, at least R times any rank's tokens.
 
         Returns:
             Rows [n, hidden] by source rank, then token, as `x`; [n, K] int64 local expert ids, -1 elsewhere, also
@@ -168,9 +156,8 @@ class Buffer(LowLatency):
             route = checks.kind("handle", handle, Handle, HANDLE).route
             own = route.routes.ids.shape[0]
             require(tokens == own, "x.shape[0] = {}: must be {}, as of the handle", tokens, own)
-            rows, factors, _ = mode.dispatch(
-                mode.config(hidden, route, scaled=scaled), (*sent, None), route, route.rows
-            )
+            cfg = mode.config(hidden, route, scaled=scaled)
+            rows, factors, _ = mode.dispatch(cfg, (*sent, None), route, route.rows)
             return calls.paired(rows, factors), None, None, None, None, calls.finished(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             names = "num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert"
@@ -234,8 +221,6 @@ class Buffer(LowLatency):
         weights = None if topk_weights is None else self._normal.combine_weights(topk_weights, route)
         return out, weights, calls.finished(async_finish)
 
-    internode_dispatch, internode_combine = absent("internode_dispatch"), absent("internode_combine")
-    get_local_buffer_tensor = absent("get_local_buffer_tensor")
-    low_latency_update_mask_buffer = absent("low_latency_update_mask_buffer")
-    low_latency_query_mask_buffer = absent("low_latency_query_mask_buffer")
-    low_latency_clean_mask_buffer = absent("low_latency_clean_mask_buffer")
+
+calls.refuse(Buffer, "internode_dispatch internode_combine get_local_buffer_tensor low_latency_update_mask_buffer")
+calls.refuse(Buffer, "low_latency_query_mask_buffer low_latency_clean_mask_buffer")

@@ -1,11 +1,12 @@
-"""What the calls of all buffers have in common."""
+"""What the calls of all buffers have in common, and small types of DeepEP's interface: events, tuning parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import NoReturn, ParamSpec, Self, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,7 @@ from cute_ep import EPCommunicator, EPError, EPInputError
 from cute_ep.api.tensors import check_written
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import Names, require
-from cute_ep.integrations.common.reports import Words
-from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
+from cute_ep.integrations.common.pools import Words
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import MAX_EXPERTS
 from cute_ep.reference.routes import NO_EXPERT
@@ -26,9 +26,73 @@ Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """bfloat16 rows, or float8_e4m3fn rows and their scale factors."""
-
-
 NAMES: Names = {"hidden": "x.shape[1]", "top_k": "topk_idx.shape[1]", "world_size": "group.size()"}
+
+
+class EventHandle:
+    """What the current CUDA stream has been given so far; without a GPU, where results are finished, nothing."""
+
+    def __init__(self) -> None:
+        self._event = None
+        if torch.cuda.is_available():
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for it."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class EventOverlap(AbstractContextManager["EventOverlap"]):
+    """An event that a call returned, None without its `async_finish`, and `extra_tensors`, which live
+    as long as it. As a context manager it makes the current stream wait at the end of the block."""
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: Sequence[torch.Tensor] | None = None) -> None:
+        self.event, self.extra_tensors, self._release = event, extra_tensors, False
+        self._hook: Callable[[], None] | None = None
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Make the current stream wait for the event, which must not be None, then call the registered hook."""
+        assert self.event is not None, "there is no event: the call that returned this had async_finish=False"
+        self.event.current_stream_wait()
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = None
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], None]) -> None:
+        """Have `hook_after_wait` called once, by the next `current_stream_wait`."""
+        assert self._hook is None, "a hook is registered already"
+        self._hook = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> Self:
+        """Itself; the block that it is used for then drops the event at its end, if `release_handle`."""
+        self._release = release_handle
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.event is not None:
+            self.current_stream_wait(self._release)
+        self._release = False
+
+
+@dataclass(frozen=True)
+class Config:
+    """DeepEP's tuning parameters, which have no effect: `cute_ep.Tuning` has launch shapes, `set_num_sms` SMs."""
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """0: communicators allocate their memory when a call needs it."""
+        return 0
+
+    get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
 
 
 def without_gradients(call: Callable[Given, Returned]) -> Callable[Given, Returned]:
@@ -44,20 +108,23 @@ def without_gradients(call: Callable[Given, Returned]) -> Callable[Given, Return
     return wrapped
 
 
-def absent(name: str) -> Callable[..., NoReturn]:
-    """A method that DeepEP has: it raises EPError."""
+def refuse(buffer: type, names: str) -> None:
+    """Give a class the methods of DeepEP, static or not, that the adapter does not have: they raise EPError."""
 
-    def refuse(*arguments: object, **named: object) -> NoReturn:
-        raise EPError(f"{name}: this adapter does not have it (docs/deep_ep.md)")
+    def method(name: str) -> Callable[..., NoReturn]:
+        def refused(*arguments: object, **named: object) -> NoReturn:
+            raise EPError(f"{name}: this adapter does not have it (docs/deep_ep.md)")
 
-    refuse.__name__, refuse.__doc__ = name, "Not supported: raises EPError."
-    return refuse
+        refused.__name__, refused.__doc__ = name, "Not supported: raises EPError."
+        return refused
+
+    for name in names.split():
+        setattr(buffer, name, method(name))
 
 
 @dataclass(frozen=True)
 class LayoutWords(Words):
-    """Words of entries that `layout.routes_of` may have put others behind. `own`: communicators whose latest dispatch
-    had such entries."""
+    """Words of entries behind which `layout.routes_of` may have put more. `own`: communicators that sent such last."""
 
     ids: str = "topk_idx"
     room: str = "num_tokens_per_rank, num_tokens_per_expert or num_worst_tokens"
@@ -95,13 +162,6 @@ def check_open(hold: Hold) -> None:
     if hold.communicator.closed:
         why = "by destroy() or, once it had been combined, for a dispatch of more tokens"
         raise EPInputError(f"handle: the memory that it needs was given back, {why}; dispatch again")
-
-
-def check_event(name: str, event: object, *kinds: type) -> None:
-    """EPInputError unless it is of one of these types of events, or None."""
-    if event is not None and not isinstance(event, kinds):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise EPInputError(f"{name} = {type(event).__name__}: must be an {wanted}, or None")
 
 
 def check_payload(x: Rows, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

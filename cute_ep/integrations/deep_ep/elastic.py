@@ -1,5 +1,4 @@
-"""`ElasticBuffer`, with DeepEP V2's dispatch and combine: it checks arguments and options, and leaves the work to
-`elastic_mode`. As in V1's `Buffer` all work runs on the caller's current stream."""
+"""`ElasticBuffer`, with DeepEP V2's calls: it checks arguments and options, and leaves the work to `elastic_mode`."""
 
 from __future__ import annotations
 
@@ -8,14 +7,16 @@ import torch.distributed as dist
 
 from cute_ep import EPConfigError, EPError, EPInputError, memory_bytes
 from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.blocks import columns_first
 from cute_ep.integrations.common.checks import as_rows, named_config, require
 from cute_ep.integrations.deep_ep import calls
-from cute_ep.integrations.deep_ep.calls import Pooled, Rows, absent, without_gradients
+from cute_ep.integrations.deep_ep.calls import EventHandle, EventOverlap, Pooled, Rows, without_gradients
 from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle, Layout
-from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.normal import entries_of, first_rows
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, MAX_TOP_K
+from cute_ep.runtime.gpus import sm_budget
 
 SIZE_UNIT = 2 << 20
 """Bytes that sizes of buffers are a multiple of."""
@@ -32,8 +33,7 @@ class ElasticBuffer(Pooled):
         num_bytes: kept as an attribute; None: what `get_buffer_size_hint` says. Memory is allocated when it is needed.
         num_cpu_bytes: must be 0.
         num_max_tokens_per_rank: default of `dispatch`.
-        allow_multiple_reduction: whether `combine` adds a token's expanded rows on their rank, and rounds the sum to
-            bfloat16, before it sends it; otherwise it sends all rows.
+        allow_multiple_reduction: whether `combine` adds a token's expanded rows on their rank before it sends them.
         prefer_overlap_with_compute: whether kernels take few SMs where a call does not say how many.
         num_gpu_timeout_secs: how long a rank waits for another one.
     """
@@ -103,13 +103,9 @@ class ElasticBuffer(Pooled):
     get_logical_domain_size = get_physical_domain_size
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *others: float, **named: float) -> int:
-        """SMs that kernels take by default: 24 with `prefer_overlap_with_compute`, else 64, and no more than there
-        are."""
-        wanted = OVERLAPPED_SMS if self.prefer_overlap_with_compute else ALONE_SMS
-        device = self._pool.device
-        if device.type == "cpu":
-            return wanted
-        return min(wanted, torch.cuda.get_device_properties(device).multi_processor_count)
+        """SMs that kernels take by default: 24 with `prefer_overlap_with_compute`, else 64, if there are so many."""
+        wanted, device = OVERLAPPED_SMS if self.prefer_overlap_with_compute else ALONE_SMS, self._pool.device
+        return wanted if device.type == "cpu" else min(wanted, sm_budget(device, None))
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """0: nothing leaves the machine."""
@@ -121,9 +117,8 @@ class ElasticBuffer(Pooled):
         return EventHandle()
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """Wait on the host for this rank's work, and then for all ranks to do so, whatever the arguments say. EPError:
-        a rank does not come within the group's timeout, or has ended; says which. EPInputError, once all are here: an
-        argument of an earlier call was wrong."""
+        """Wait on the host for this rank's work, and then for all ranks to do so. EPError: a rank does not come within
+        the group's timeout, or has ended. EPInputError, once all are here: an earlier argument was wrong."""
         if self._pool.device.type == "cuda":
             torch.cuda.synchronize()
         self._pool.barrier()
@@ -156,8 +151,7 @@ class ElasticBuffer(Pooled):
 
         Args:
             x: as of `Buffer.dispatch`.
-            topk_idx: [T, K] int64 expert ids, -1 masks; None with a handle. One out of range masks too, and a later
-                call tells it.
+            topk_idx: [T, K] int64 expert ids, -1 masks; None with a handle.
             num_max_tokens_per_rank: the most tokens of a rank, the same on all; None: the handle's, the buffer's.
             expert_alignment: multiple that each expert's rows are padded to with `do_expand`, and to which numbers of
                 entries are rounded up; None: the handle's, 1.
@@ -219,7 +213,7 @@ class ElasticBuffer(Pooled):
         if stats is not None:
             stats.add_(made.num_unaligned_recv_tokens_per_expert)
         if factors is not None and use_tma_aligned_col_major_sf:
-            factors = _column_major(factors)
+            factors = columns_first(factors, VECTOR_BYTES // factors.itemsize)
         weights = None if topk_weights is None else weights
         return calls.paired(rows, factors), entries, weights, made, calls.finished(async_with_compute_stream)
 
@@ -255,23 +249,19 @@ class ElasticBuffer(Pooled):
         self, event: EventHandle | EventOverlap | None, second: EventHandle | EventOverlap | None, on_comm_stream: bool
     ) -> None:
         """Have the current stream wait for previous events. EPInputError: as of `LowLatency._begin`."""
-        calls.check_event("previous_event", event, EventHandle, EventOverlap)
-        calls.check_event("previous_event_before_epilogue", second, EventHandle, EventOverlap)
+        for name, one in (("previous_event", event), ("previous_event_before_epilogue", second)):
+            checks.kind(name, one, EventHandle | EventOverlap | None, "an EventHandle or EventOverlap, or None")
         require(event is None or on_comm_stream, "previous_event: must come with allocate_on_comm_stream")
         for one in (event, second):
             if one is not None:
                 one.current_stream_wait()
         self._words.raise_found(self._pool)
 
-    engram_write, engram_fetch = absent("engram_write"), absent("engram_fetch")
-    get_engram_storage_size_hint = staticmethod(absent("get_engram_storage_size_hint"))
-    pp_set_config, pp_send, pp_recv = absent("pp_set_config"), absent("pp_send"), absent("pp_recv")
-    get_pp_buffer_size_hint = staticmethod(absent("get_pp_buffer_size_hint"))
-    create_agrs_session, destroy_agrs_session = absent("create_agrs_session"), absent("destroy_agrs_session")
-    agrs_new_session, agrs_set_config = absent("agrs_new_session"), absent("agrs_set_config")
-    agrs_get_inplace_tensor, all_gather = absent("agrs_get_inplace_tensor"), absent("all_gather")
-    get_agrs_num_max_session_bytes = staticmethod(absent("get_agrs_num_max_session_bytes"))
-    get_agrs_buffer_size_hint = staticmethod(absent("get_agrs_buffer_size_hint"))
+
+calls.refuse(ElasticBuffer, "engram_write engram_fetch get_engram_storage_size_hint")
+calls.refuse(ElasticBuffer, "pp_set_config pp_send pp_recv get_pp_buffer_size_hint")
+calls.refuse(ElasticBuffer, "create_agrs_session destroy_agrs_session agrs_new_session agrs_set_config all_gather")
+calls.refuse(ElasticBuffer, "agrs_get_inplace_tensor get_agrs_num_max_session_bytes get_agrs_buffer_size_hint")
 
 
 def _size_hint(ranks: int, tokens: int, hidden: int, entries: int, *, error: type[EPError] = EPInputError) -> int:
@@ -281,10 +271,3 @@ def _size_hint(ranks: int, tokens: int, hidden: int, entries: int, *, error: typ
     names = {**NAMES, "hidden": "hidden", "top_k": "num_topk"}
     cfg = named_config(names, (hidden, align_up(entries, ranks), entries, tokens, ranks), error=error)
     return align_up(memory_bytes(cfg), SIZE_UNIT)
-
-
-def _column_major(scales: torch.Tensor) -> torch.Tensor:
-    """The same [rows, n] with neighbours along rows, columns at multiples of 16 bytes."""
-    rows, columns = scales.shape
-    memory = torch.empty((columns, align_up(rows, 16 // scales.itemsize)), dtype=scales.dtype, device=scales.device)
-    return memory[:, :rows].t().copy_(scales)

@@ -1,10 +1,7 @@
-"""The work of `ElasticBuffer`, in two forms.
-
-- One row per (token, rank): rank-major rows. A token's row stands for the last of its slots with experts of that rank,
-  so combine in exact mode adds in DeepEP V2's order.
-- One row per (token, expert): cute_ep's own. Its combine adds a token's rows on their rank first, and the sum goes home
-  as the row of the last of them; or all rows go home.
-"""
+"""The work of `ElasticBuffer`. Where there is one row per (token, rank), rank-major, it stands for the last of the
+token's slots with experts of that rank, so combine in exact mode adds in DeepEP V2's order. Where there is one per
+(token, expert), combine adds a token's rows on their rank, and the sum goes home as the last of them; or all rows go
+home."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ import torch
 
 from cute_ep import EPConfig, EPInputError
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import Names, named_config, require
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.normal import NormalMode, Route
 from cute_ep.integrations.deep_ep.rows import rank_index
@@ -26,7 +22,7 @@ from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.routes import count_routes
 from cute_ep.runtime.sums import sum_rows
 
-NAMES: Names = {
+NAMES: checks.Names = {
     **calls.NAMES,
     "max_tokens_per_rank": "num_max_tokens_per_rank",
     "timeout_s": "num_gpu_timeout_secs",
@@ -46,7 +42,7 @@ class Layout(NamedTuple):
         """EPInputError: a size breaks its rule."""
         experts, most, alignment, expand = self
         calls.check_experts(experts, ranks)
-        require(most != 0, "num_max_tokens_per_rank = {}: must be positive, here or in the constructor", most)
+        checks.require(most != 0, "num_max_tokens_per_rank = {}: must be positive, here or in the constructor", most)
         checks.integer("num_max_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
         checks.integer("expert_alignment", alignment)
         if expand and alignment not in ROW_ALIGNMENTS:
@@ -66,21 +62,19 @@ class computed:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class EPHandle(Route):
-    """What `ElasticBuffer.dispatch` returns for later calls, with the attributes of DeepEP's handle. n is the number of
-    rows per (token, rank) that this rank gets or has room for. Attributes that need more than the dispatch are computed
-    when they are asked for.
+    """What `ElasticBuffer.dispatch` returns for later calls, with the attributes of DeepEP's handle, some computed when
+    they are asked for. n is the number of rows per (token, rank) that this rank gets or has room for.
 
     Attributes:
         layout: the sizes, which `num_experts`, `num_max_tokens_per_rank`, `expert_alignment` and `do_expand` also have.
         num_sms: SMs for kernels of communicators that the dispatch connected.
         topk_idx: [T, K] int64 expert ids.
-        num_recv_tokens, num_expanded_tokens: n, and padded rows per (token, expert), that came; without `do_cpu_sync`
-            what there is room for.
+        num_recv_tokens, num_expanded_tokens: n, and padded rows per (token, expert), or room for them.
         num_recv_tokens_per_expert_list: entries of each local expert, rounded up; empty without `do_cpu_sync`.
         dst_buffer_slot_idx: [T, K] int32, how many tokens before go to the rank of an entry too; -1 where masked.
         psum_num_recv_tokens_per_scaleup_rank: [R] int32, rows per (token, rank) of sources 0 .. s.
-        psum_num_recv_tokens_per_expert: [L] int32. With `do_expand` the end of each expert's rows, without padding;
-            otherwise sums of rounded numbers of entries.
+        psum_num_recv_tokens_per_expert: [L] int32 sums of rounded numbers of entries; with `do_expand` the end of each
+            expert's rows, without padding.
         num_unaligned_recv_tokens_per_expert: [L] int32 entries of each local expert.
         recv_src_metadata: [n, 2 + K] int32: source * num_max_tokens_per_rank + token; source * K + the last slot here;
             the row of each slot with `do_expand`, else -1.
@@ -173,8 +167,8 @@ class ElasticMode(NormalMode):
     """Dispatch and combine of an `ElasticBuffer`. `sms`, an attribute: how many kernels may take, of communicators
     connected from now on; `reduce`: whether expanded rows are added on their rank first."""
 
-    names: Names = NAMES
-    _made: Callable[..., EPConfig] = staticmethod(named_config)
+    names: checks.Names = NAMES
+    _made: Callable[..., EPConfig] = staticmethod(checks.named_config)
 
     def __init__(self, pool: GroupPool, words: calls.LayoutWords, sms: int, timeout_s: float, *, reduce: bool) -> None:
         super().__init__(pool, lambda device: self.sms, words, timeout_s)

@@ -8,7 +8,6 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import require
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOP_K
@@ -32,8 +31,7 @@ class GivenLayout(NamedTuple):
         """Count; `known` finds it again by `goes`."""
         routes = count_routes(topk_idx, num_experts, ranks)
         versions = _version(topk_idx), _version(routes.counts), _version(routes.goes)
-        counts, by_rank, by_expert, goes, ids, last_ids, _ = routes
-        _GIVEN[goes] = cls(RouteCounts(counts, by_rank, by_expert, None, ids, last_ids), topk_idx, versions)
+        _GIVEN[routes.goes] = cls(routes._replace(goes=None), topk_idx, versions)
         return routes
 
     @staticmethod
@@ -48,7 +46,7 @@ class GivenLayout(NamedTuple):
         same = routes.by_rank is by_rank and routes.by_expert is by_expert
         if not same or versions != (_version(entries), _version(routes.counts), _version(goes)):
             return None
-        return RouteCounts(routes.counts, by_rank, by_expert, goes, routes.ids, routes.last_ids)
+        return routes._replace(goes=goes)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -67,7 +65,7 @@ def check_layout(
     calls.check_experts(experts, ranks, "num_tokens_per_expert.shape[0]")
     if topk_idx is not None:
         rule = "num_tokens_per_expert.shape[0] = {}: must not exceed {} with an is_token_in_rank of one's own"
-        require(experts + ranks <= MAX_EXPERTS, rule, experts, MAX_EXPERTS - ranks)
+        checks.require(experts + ranks <= MAX_EXPERTS, rule, experts, MAX_EXPERTS - ranks)
         checks.given("topk_idx", topk_idx, shape=(goes.shape[0], None), dtype=checks.ID_TYPES, device=device)
         checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K - ranks, experts))
 
@@ -75,9 +73,8 @@ def check_layout(
 def routes_of(
     by_rank: torch.Tensor, goes: torch.Tensor, by_expert: torch.Tensor, topk_idx: torch.Tensor | None
 ) -> tuple[RouteCounts, int]:
-    """Entries that bring each token where `goes` [T, R] says, and out of how many experts they are: the [T, K] ones
-    that there are, but for those of other ranks, then one for each rank. Ids out of range stay so. Their `counts` are
-    the caller's."""
+    """Entries that bring each token where `goes` [T, R] says, with the caller's `counts`, and out of how many experts
+    they are: [T, K] given ones, but for those of other ranks, then one for each rank. Ids out of range stay so."""
     (tokens, ranks), num_experts = goes.shape, by_expert.shape[0]
     local = 1 if topk_idx is None else num_experts // ranks + 1
     own = torch.arange(local - 1, local * ranks, local, dtype=torch.int32, device=goes.device)

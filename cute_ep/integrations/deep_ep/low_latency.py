@@ -1,5 +1,4 @@
-"""DeepEP's low-latency mode: blocks of a fixed number of rows per local expert, weighted sums at the source, and each
-call in two halves if wanted."""
+"""DeepEP's low-latency mode: blocks of rows per local expert, weighted sums at the source, and calls in two halves."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_con
 from cute_ep.integrations.common.checks import Names, as_rows, require, roomy_config
 from cute_ep.integrations.common.halves import Halves, Hook
 from cute_ep.integrations.deep_ep import calls
-from cute_ep.integrations.deep_ep.calls import Pooled, Rows, without_gradients
-from cute_ep.integrations.deep_ep.events import EventOverlap
+from cute_ep.integrations.deep_ep.calls import EventOverlap, Pooled, Rows, without_gradients
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 from cute_ep.runtime.pool import Hold
 
@@ -42,8 +40,7 @@ class _Fields(NamedTuple):
 class LowLatencyHandle(_Fields):
     """What a low-latency dispatch returns for its combine: DeepEP's five fields, of which `src_info` is [L, S] int32,
     the row's token index on its source rank, and `layout_range` [L, R] int64, rows of each source in a block: first <<
-    32 | number. `hold` keeps the communicator open until the rows were combined; `batch` is None before the hook was
-    called."""
+    32 | number. `hold` keeps the communicator open until the combine; `batch` is None before the hook was called."""
 
     hold: Hold
     batch: Dispatched | None = None
@@ -60,9 +57,8 @@ class LowLatency(Pooled):
         self._captured_memory: list[torch.Tensor] = []  # which graphs use
 
     def _begin(self, previous_event: EventOverlap | None, async_finish: bool, on_comm_stream: bool) -> None:
-        """Have the current stream wait for the event. EPInputError: options do not go together, or an earlier call was
-        wrong."""
-        calls.check_event("previous_event", previous_event, EventOverlap)
+        """Have the current stream wait. EPInputError: options do not go together, or an earlier call was wrong."""
+        checks.kind("previous_event", previous_event, EventOverlap | None, "an EventOverlap, or None")
         event = None if previous_event is None else previous_event.event
         ok = not on_comm_stream or (event is not None and async_finish)
         require(ok, "allocate_on_comm_stream = True: must come with previous_event and async_finish")
@@ -92,12 +88,11 @@ class LowLatency(Pooled):
         Args:
             x: [T, hidden] bfloat16; with `use_fp8` it is quantised while sent, a scale factor per 128 elements, with
                 `round_scale` a power of two, with `use_ue8m0` too packed as exponents.
-            topk_idx: [T, K], -1 masks. One out of range masks too, and a later call tells it.
+            topk_idx: [T, K], -1 masks.
             num_max_dispatch_tokens_per_rank: at least T, the same on all ranks.
             dispatch_wait_recv_cost_stats: must be None.
-            return_recv_hook: send only. The caller calls the hook before using results, in the order of dispatches; at
-                most two may be outstanding. The next call drops what a hook was for that nobody has any more. Not with
-                `async_finish`.
+            return_recv_hook: send only, without `async_finish`. The caller calls the hook before using results, in the
+                order of dispatches; at most two may be outstanding. The next call drops the round of a lost hook.
 
         Returns:
             Rows [L, S, hidden] bfloat16, or float8_e4m3fn and scale factors [L, S, hidden / 128] float32 (packed: [L,
@@ -162,8 +157,7 @@ class LowLatency(Pooled):
         Args:
             x: [L, S, hidden] bfloat16, in the order of the dispatch's rows. Not read with `zero_copy`: then rows are
                 what `get_next_low_latency_combine_buffer` gave.
-            topk_idx: as in the dispatch. An entry may have become -1 since: its row, which must be finite, then has
-                weight 0.
+            topk_idx: as in the dispatch, or -1 since: the entry's row, which must be finite, then has weight 0.
             handle: what the dispatch returned, once its hook was called.
             return_recv_hook: as in `low_latency_dispatch`.
             out: overwritten; None allocates it.
@@ -216,7 +210,6 @@ class LowLatency(Pooled):
         return self._combine_views[extents]
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Give up every round whose hook was not called, on the ranks that all have sent it, as where a request is
-        aborted between the halves: it is received and dropped, and its hook raises EPError. Otherwise nothing: both
-        modes may be mixed, whatever the arguments say."""
+        """Give up every round whose hook was not called, which all ranks must have sent: it is received and dropped,
+        and its hook raises EPError. Otherwise nothing: both modes may be mixed, whatever the arguments say."""
         self._halves.give_up()

@@ -1,15 +1,7 @@
-"""DeepEP's normal mode: one row per (token, rank), by source rank, then token, and unweighted sums over ranks.
-
-These are rank-major rows. Tokens go where `is_token_in_rank` says. Where that is what `get_dispatch_layout` made of the
-same top-k entries, dispatch is given these. Otherwise each rank has one expert more, which is in none of DeepEP's
-numbers, and a token has an entry more for each rank that it goes to. Three communicators take part:
-
-| communicator | a message is | when |
-| --- | --- | --- |
-| counts | one rank's numbers of tokens by rank and by expert | each dispatch without a handle, first |
-| rows | a token, in bfloat16 or as given FP8, and its entries | each dispatch; its batch serves combine |
-| words | 32-bit words | where top-k weights are combined |
-"""
+"""DeepEP's normal mode: one row per (token, rank), by source rank, then token, and unweighted sums over ranks. Tokens
+go where `is_token_in_rank` says. Where that is what `get_dispatch_layout` made of the same top-k entries, dispatch is
+given these. Otherwise each rank has one expert more, which is in none of DeepEP's numbers, and a token has an entry
+more for each rank that it goes to."""
 
 from __future__ import annotations
 
@@ -22,7 +14,6 @@ import torch
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import Names, as_rows, roomy_config
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.layout import whole_vectors
 from cute_ep.layouts.maps.formats import FP8
@@ -32,7 +23,7 @@ from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.pool import Hold, Opening
 from cute_ep.runtime.routes import RouteCounts
 
-NAMES: Names = {
+NAMES: checks.Names = {
     **calls.NAMES,
     "num_experts": "num_tokens_per_expert.shape[0]",
     "max_tokens_per_rank": "x.shape[0], of the rank with the most tokens,",
@@ -41,8 +32,9 @@ FORMATS: dict[bool, dict[str, Any]] = {
     False: {"dispatch_format": "bf16", "scale_layout": None},
     True: {"dispatch_format": "mxfp8", "scale_layout": "linear"},
 }
-"""Of rows without and with scale factors: the format that has as many bytes of these, and whose rows need no
-padding."""
+"""Of rows without and with scale factors: the format with as many bytes of these whose rows need no padding."""
+Sent = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Tokens, [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits; [T, entries] float32 weights."""
 BY_RANK: dict[str, Any] = {"row_alignment": 1, "row_order": RANK_MAJOR}
 """Of one row per (token, rank)."""
 
@@ -106,8 +98,8 @@ class Route:
 class NormalMode:
     """Normal mode over the communicators of a group, on the current stream."""
 
-    names: Names = NAMES
-    _made: Callable[..., EPConfig] = staticmethod(roomy_config)
+    names: checks.Names = NAMES
+    _made: Callable[..., EPConfig] = staticmethod(checks.roomy_config)
 
     def __init__(
         self, pool: GroupPool, opening: Opening, words: calls.LayoutWords, timeout_s: float = EPConfig.timeout_s
@@ -144,32 +136,29 @@ class NormalMode:
         return list(given.values())
 
     def dispatch(
-        self,
-        cfg: EPConfig,
-        sent: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-        route: Route,
-        rows: int,
-        *,
-        exact: bool = True,
+        self, cfg: EPConfig, sent: Sent, route: Route, rows: int, *, exact: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None, Dispatched]:
         """Send tokens along a route, by a `config` of both; the route keeps the batch for combine if it has none.
-
-        `sent` is [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits; and None or [T, entries]
-        float32 weights, which travel along. Unless each of the `rows` has a token (`exact`), weights behind the last
-        are made 0. Returns rows [rows, hidden], their scale factors [rows, factors], and the batch."""
+        Unless each of the `rows` has a token (`exact`), weights behind the last are made 0. Returns [rows, hidden],
+        [rows, factors] scale factors, and the batch."""
         x, scales, weights = sent
-        wire = None if scales is None else _as_wide(scales, x.shape[1]).view(torch.uint8)
+        wire = None
+        if scales is not None:
+            wire = with_plain_strides(scales.contiguous()).view(torch.float32)
+            if more := x.shape[1] // FP8.block - scales.shape[1]:
+                wire = torch.nn.functional.pad(wire, (0, more))
+            wire = wire.view(torch.uint8)
         communicator = self._connect(cfg)
         (self._words.own.add if route.own else self._words.own.discard)(communicator)
         out = buffers_for(communicator, rows)
         if weights is not None and not exact:
             out.row_weights.zero_()
-        batch = communicator.dispatch(as_rows(x), route.routes.ids, weights, scales=wire, out=out)
+        batch = communicator.dispatch(checks.as_rows(x), route.routes.ids, weights, scales=wire, out=out)
         factors = None
         if scales is not None and batch.scales is not None:
             factors = batch.scales[:rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
         if route.of_rows is None or route.of_rows.hold.communicator.closed:
-            route.of_rows = self._returned(communicator, batch)
+            route.of_rows = Returned(self._pool.hold(communicator), batch.without_rows())
         return first_rows(batch.tokens, rows), factors, batch
 
     def combine(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
@@ -192,7 +181,8 @@ class NormalMode:
             nothing = torch.zeros((len(goes), width * 2), dtype=torch.bfloat16, device=weights.device)
             ids = torch.where(goes, torch.arange(ranks, dtype=torch.int32, device=goes.device), -1)
             batch = communicator.dispatch(nothing, ids, out=buffers_for(communicator, route.rows))
-            of_words[width] = self._returned(communicator, batch, topk_ids=ids)
+            kept = batch.without_rows().derived(topk_ids=ids)
+            of_words[width] = Returned(self._pool.hold(communicator), kept)
         communicator, batch = self._home(of_words[width])
         home = communicator.combine(words.view(torch.bfloat16), batch, mode="unweighted")
         home = home.view(torch.float32)[:, :, : weights.shape[1]]
@@ -206,11 +196,6 @@ class NormalMode:
         communicator = self._pool.get(cfg, None, self._opening, self.names)
         self._pool.note_capture(communicator)
         return communicator
-
-    def _returned(self, communicator: EPCommunicator, batch: Dispatched, **changes: torch.Tensor) -> Returned:
-        """What a route keeps of a batch for calls to come, with `Dispatched.derived` tensors."""
-        kept = batch.without_rows()
-        return Returned(self._pool.hold(communicator), kept.derived(**changes) if changes else kept)
 
     def _home(self, returned: Returned) -> tuple[EPCommunicator, Dispatched]:
         """What rows go home by."""
@@ -235,10 +220,3 @@ def buffers_for(communicator: EPCommunicator, rows: int) -> DispatchBuffers:
 def first_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """The first rows of a tensor that may have no others."""
     return tensor if tensor.size(0) == rows else tensor.narrow(0, 0, rows)
-
-
-def _as_wide(scales: torch.Tensor, hidden: int) -> torch.Tensor:
-    """[T, hidden / 128] float32 that has the words of `scales` first."""
-    words = with_plain_strides(scales.contiguous()).view(torch.float32)
-    more = hidden // FP8.block - words.shape[1]
-    return torch.nn.functional.pad(words, (0, more)) if more else words

@@ -1,5 +1,4 @@
-"""What adapters need of a batch beside its rows, by torch ops on its device, exact to the bit. Nothing waits for the
-device, so CUDA graphs capture it."""
+"""What adapters need of a batch beside its rows, by torch ops on its device, which CUDA graphs capture."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ class RankIndex(NamedTuple):
 
 
 def rank_index(batch: Dispatched, rows: int) -> RankIndex:
-    """Rows for a batch's tokens, one per (token, rank): by source rank, then token. Tokens that do not fit into `rows`
-    get none."""
+    """Rows for a batch's tokens, one per (token, rank), by source rank, then token, as far as they fit into `rows`."""
     sources, tokens, _ = batch.row_map.shape
     device = batch.row_map.device
     # kernels leave `row_map` alone where there is no token

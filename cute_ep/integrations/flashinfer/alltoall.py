@@ -12,8 +12,7 @@ from cute_ep import EPConfigError, EPError
 from cute_ep.api.config import is_integer
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import Names, named_config, require
-from cute_ep.integrations.flashinfer.arguments import Arguments, group_of
-from cute_ep.integrations.flashinfer.communication import CuteEPCommunication
+from cute_ep.integrations.flashinfer.communication import Arguments, CuteEPCommunication, group_of
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 from cute_ep.runtime.group_pool import own_device
 
@@ -37,11 +36,9 @@ ORDER = "hidden states, their scale factors if any, token_selected_experts, rout
 
 
 class MoeAlltoAll:
-    """One rank's dispatch and combine, in place of FlashInfer's class of this name.
-
-    As of `CuteEPCommunication` everything runs on the caller's current stream, nothing waits on the host, and objects
-    of a process group share communicators; the constructor is collective, and so is the first dispatch of rows of
-    another size or format. Calls raise what its calls raise. Arguments that are not named here have no effect.
+    """One rank's dispatch and combine, in place of FlashInfer's class of this name. What is said of
+    `CuteEPCommunication` holds here, too, also of errors; the first dispatch of rows of another size is collective.
+    Arguments that are not named here have no effect.
 
     Args:
         mapping: FlashInfer's Mapping, of which `moe_ep_rank` and `moe_ep_size` are read.
@@ -99,13 +96,12 @@ class MoeAlltoAll:
         """Send each token once to every rank that has one of its experts.
 
         Args:
-            token_selected_experts: [T, top_k] int32 or int64. -1 masks an entry, and so does `invalid_token_expert_id`
-                if no expert has that id. Copied.
+            token_selected_experts: [T, top_k] int32 or int64. -1 and `invalid_token_expert_id`, if it is no expert's,
+                mask an entry. Copied.
             input_payloads: hidden states, scale factors, `token_selected_experts` itself, and router weights, in this
                 order, as of `CuteEPCommunication.dispatch`; only hidden states are needed.
             runtime_max_tokens_per_rank: rows for each source, the same on all ranks, at least T.
-            invalid_token_expert_id: what ids become where this rank has not the expert or no token has the row; None:
-                -1.
+            invalid_token_expert_id: what ids become where this rank has not the expert, or no token the row; None: -1.
             expert_id_payload_index: where `input_payloads` has `token_selected_experts`; None: looked for.
             eplb_local_stats, active_rank_mask: must be None.
 
@@ -220,7 +216,8 @@ class MoeAlltoAll:
         require(len(payloads) > 0, "input_payloads = []: must be {}", ORDER)
         for place, one in enumerate(payloads):
             checks.given(f"input_payloads[{place}]", one)
-        same = [place for place, one in enumerate(payloads) if place and _is_same(one, ids)]
+        own = ids.dtype, ids.shape, ids.data_ptr()
+        same = [place for place, one in enumerate(payloads) if place and (one.dtype, one.shape, one.data_ptr()) == own]
         rule = "expert_id_payload_index = {}: must be that of token_selected_experts"
         require(index is None or index in same, rule, index)
         at = index if index is not None else same[0] if same else len(payloads)
@@ -242,7 +239,3 @@ def _elements(rows: torch.Tensor, scales: torch.Tensor | None) -> int:
         return columns
     bytes_of_8 = scales is None or scales.shape[-1] * scales.itemsize * 32 == columns
     return columns if bytes_of_8 else 2 * columns
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and one.data_ptr() == other.data_ptr()

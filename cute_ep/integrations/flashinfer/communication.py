@@ -1,26 +1,20 @@
-"""A communication backend of `flashinfer.moe_ep` over cute_ep, for ranks of one machine (docs/flashinfer.md). Dispatch
-is one of rank-major rows in blocks, `[source rank, position]`; combine is in partial mode, and adds a token's rows over
-ranks."""
+"""A communication backend of `flashinfer.moe_ep` over cute_ep (docs/flashinfer.md). Dispatch is one of rank-major rows
+in blocks, `[source rank, position]`; combine, in partial mode, adds a token's rows over ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from flashinfer.moe_ep import (
-    BootstrapConfig,
-    MoEEpCommParams,
-    MoEEpCommunication,
-    MoEEpDispatchResult,
-    register_communication,
-)
+import torch.distributed as dist
+from flashinfer import moe_ep
 
 from cute_ep import Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
+from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.common import checks, pools, reports
-from cute_ep.integrations.common.checks import as_rows, named_config, require
-from cute_ep.integrations.flashinfer.arguments import Arguments, group_of
+from cute_ep.integrations.common import checks, pools
+from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, named_config, require
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 
 NAME = "cute_ep"
@@ -34,6 +28,70 @@ FORMATS: dict[str | None, FormatName] = {
     "NVFP4": "nvfp4",
 }
 """What rows of a `QuantFormat` travel as; quantised rows and their scale factors travel unchanged."""
+Sent = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+"""Rows, their scale factors, ids and weights."""
+PARAMS: Names = {
+    "hidden": "params.hidden_size",
+    "num_experts": "params.num_experts",
+    "top_k": "params.top_k",
+    "max_tokens_per_rank": "params.max_tokens_per_rank",
+    "world_size": "bootstrap.world_size",
+    "timeout_s": "config.timeout_s",
+    "block_rows": "params.max_tokens_per_rank",
+}
+
+
+class Arguments(NamedTuple):
+    """What the interface that was called names the arguments of dispatch and combine, and sizes and options."""
+
+    rows: str = "hidden_states"
+    scales: str = "hidden_states_scale"
+    ids: str = "topk_ids"
+    weights: str = "topk_weights"
+    most: str = "max_tokens_per_rank"
+    output: str = "expert_output"
+    sizes: Names = PARAMS
+
+    def check(self, given: Sent, stride: int, limits: tuple[int, int], device: torch.device) -> None:
+        """EPInputError unless these can be sent, `stride` rows a source. `limits`: most rows, entries of a token."""
+        rows, scales, ids, weights = given
+        most, top_k = limits
+        checks.integer(self.most, stride, 1, most)
+        checks.given(self.rows, rows, shape=(None, None), device=device)
+        tokens = rows.shape[0]
+        require(tokens <= stride, "{}.shape[0] = {}: must not exceed {} = {}", self.rows, tokens, self.most, stride)
+        entries = tokens, top_k
+        checks.given(self.ids, ids, shape=entries, dtype=checks.ID_TYPES, device=device)
+        if weights is not None:
+            checks.given(self.weights, weights, shape=entries, dtype=FLOATS, device=device)
+        if scales is not None:
+            checks.given(self.scales, scales, shape=(tokens, None), device=device)
+
+    def as_sent(
+        self, payload: torch.Tensor, scale: torch.Tensor | None, hidden: int
+    ) -> tuple[FormatName, torch.Tensor, torch.Tensor | None]:
+        """The format that has rows of this size, and rows and scale factors in its types. EPInputError: none has."""
+        size = payload.shape[1] * payload.itemsize
+        factors = 0 if scale is None else scale.shape[1] * scale.itemsize
+        if scale is None and payload.itemsize == 2 and size <= 2 * hidden:
+            wide = payload.view(torch.bfloat16)
+            if size < 2 * hidden:
+                wide = torch.nn.functional.pad(wide, (0, hidden - payload.shape[1]))
+            return "bf16", as_rows(wide), None
+        if size == hidden and factors in (0, hidden // 32):
+            empty = (len(payload), hidden // 32)
+            bits = payload.new_zeros(empty, dtype=torch.uint8) if scale is None else _bytes(scale)
+            return "mxfp8", as_rows(payload).view(torch.float8_e4m3fn), bits
+        kinds: dict[int, FormatName] = {hidden // 32: "mxfp4", hidden // 16: "nvfp4"}
+        if 2 * size == hidden and scale is not None and factors in kinds:
+            return kinds[factors], as_rows(payload).view(torch.uint8), _bytes(scale)
+        raise EPInputError(
+            f"{self.rows}, {self.scales}: have {size} and {factors} bytes a row: must be as dispatch documents them "
+            f"for rows of {hidden} elements"
+        )
+
+
+OWN = Arguments()
 
 
 @dataclass(frozen=True)
@@ -46,34 +104,32 @@ class CuteEPConfig:
     backend_name: str = NAME
 
 
-class CuteEPCommunication(MoEEpCommunication):
+class CuteEPCommunication(moe_ep.MoEEpCommunication):
     """One rank's dispatch and combine, a process per rank, each with a GPU of its own or none.
 
     Everything runs on the caller's current stream, and nothing waits on the host. The constructor is collective, and so
-    is the first dispatch in another format than `params.dispatch_format`: make both before capturing a CUDA graph. All
-    objects of a process group in a process share communicators. Calls compute no gradients. docs/adapters.md says how
-    wrong arguments and ids are told; a rank that does not come is an EPTimeout. After one calls raise it, too. EPError:
-    a call has not the one before that it needs, or the object was destroyed.
+    is the first dispatch in another format than `params.dispatch_format`. Calls compute no gradients. docs/adapters.md
+    says how wrong arguments and ids are told; a rank that does not come is an EPTimeout, also of all later calls.
+    EPError: a call has not the one before that it needs, or the object was destroyed.
 
     `bootstrap.process_group` None is the default group; `params.dtype` must be bfloat16 or None; `config` must be the
-    same on all ranks; `names` is what the interface that was called names arguments. EPConfigError: a size or option
-    breaks a rule, or the group is not that of `bootstrap`. ValueError, EPError: as of FlashInfer's base class and of
-    `cute_ep.connect`.
+    same on all ranks. EPConfigError: a size or option breaks a rule, or the group is not that of `bootstrap`.
+    ValueError, EPError: as of FlashInfer's base class and of `cute_ep.connect`.
     """
 
     supports_cuda_graph = True
 
     def __init__(
         self,
-        bootstrap: BootstrapConfig,
-        params: MoEEpCommParams,
+        bootstrap: moe_ep.BootstrapConfig,
+        params: moe_ep.MoEEpCommParams,
         config: CuteEPConfig | None = None,
         *,
-        names: Arguments = Arguments(),  # noqa: B008, it is immutable
+        names: Arguments = OWN,
     ) -> None:
         super().__init__(bootstrap, params)
         self.config = CuteEPConfig() if config is None else config
-        self._names, self._words, self._destroyed = names, reports.Words(names.ids, names.most), False
+        self._names, self._words, self._destroyed = names, pools.Words(names.ids, names.most), False
         self._round: tuple[EPCommunicator, Dispatched] | None = None  # which waits for its combine
         given = "bootstrap.rank, bootstrap.world_size"
         self._group = group_of(bootstrap.process_group, bootstrap.rank, bootstrap.world_size, given)
@@ -107,7 +163,7 @@ class CuteEPCommunication(MoEEpCommunication):
         hidden_states_scale: torch.Tensor | None = None,
         max_tokens_per_rank: int | None = None,
         eplb_local_stats: torch.Tensor | None = None,
-    ) -> MoEEpDispatchResult:
+    ) -> moe_ep.MoEEpDispatchResult:
         """Send each token once to every rank that has one of its experts.
 
         Args:
@@ -115,8 +171,7 @@ class CuteEPCommunication(MoEEpCommunication):
                 hidden_size bytes (bfloat16; fewer are padded), hidden_size (8-bit elements) or hidden_size / 2 (4-bit
                 ones); its scale factors have hidden_size / 32 bytes (MXFP8, MXFP4, float32 per 128 elements),
                 hidden_size / 16 (NVFP4), or there are none (bfloat16, 8-bit elements).
-            topk_ids: [T, top_k] int32 or int64; -1 and `params.invalid_expert_id` mask an entry. Another one out of
-                range masks too, and a later call tells it. Copied.
+            topk_ids: [T, top_k] int32 or int64; -1 and `params.invalid_expert_id` mask an entry. Copied.
             topk_weights: [T, top_k] of a floating type, travel as float32.
             max_tokens_per_rank: rows for each source, the same on all ranks, at least T; None: `params` has it.
             eplb_local_stats: must be None.
@@ -151,7 +206,7 @@ class CuteEPCommunication(MoEEpCommunication):
             width = scale.shape[1] * scale.itemsize
             factors = batch.scales[:, :width].contiguous().view(scale.dtype)
         first = self.ep_rank * communicator.cfg.local_experts
-        return MoEEpDispatchResult(
+        return moe_ep.MoEEpDispatchResult(
             hidden_states=batch.tokens.view(hidden_states.dtype)[:, : hidden_states.shape[1]].contiguous(),
             topk_ids=torch.where(here >= 0, here + first, invalid).int(),
             topk_weights=None if topk_weights is None else torch.where(here >= 0, batch.row_weights, 0),
@@ -166,8 +221,7 @@ class CuteEPCommunication(MoEEpCommunication):
         Args:
             expert_output: [ep_size * tokens_per_rank, hidden] or [ep_size, tokens_per_rank, hidden] bfloat16, each row
                 weighted and reduced over this rank's experts. Rows that no token has are not read.
-            output: [T, hidden] bfloat16, float16 or float32, overwritten; None allocates it in bfloat16. Zero where all
-                of a token's entries are masked.
+            output: [T, hidden] bfloat16, float16 or float32, overwritten, zero for masked tokens; None: in bfloat16.
         """
         self.raise_found()
         if self._round is None:
@@ -190,8 +244,7 @@ class CuteEPCommunication(MoEEpCommunication):
         self._words.raise_found(self._pool)
 
     def give_up(self) -> None:
-        """Forget a dispatch that gets no combine, as where a request was aborted in between; on all ranks, since a
-        combine waits for all. Sends nothing; without such a dispatch it does nothing."""
+        """Forget a dispatch, if there is one, that gets no combine; on all ranks, since a combine waits for all."""
         self._round = None
 
     @property
@@ -200,8 +253,7 @@ class CuteEPCommunication(MoEEpCommunication):
         return self._pool.device
 
     def synchronize(self) -> None:
-        """Wait for this rank's work, and raise what was found wrong: expert ids out of range, which count as masked
-        (EPInputError), and ranks that did not come (EPTimeout)."""
+        """Wait for this rank's work, and raise what was found wrong: EPInputError of expert ids, EPTimeout of ranks."""
         self._words.synchronize(self._pool)
 
     def destroy(self) -> None:
@@ -215,15 +267,30 @@ class CuteEPCommunication(MoEEpCommunication):
         return self._pool.get(self._config(kind), self.config.sms, names=self._names.sizes)
 
     def _config(self, kind: FormatName) -> EPConfig:
-        params, layout = self.params, None if kind == "bf16" else "linear"
-        most, timeout_s = params.max_tokens_per_rank, self.config.timeout_s
+        params, most = self.params, self.params.max_tokens_per_rank
         sizes = params.hidden_size, params.num_experts, params.top_k, most, self.ep_size
-        options: dict[str, Any] = {"dispatch_format": kind, "scale_layout": layout, "timeout_s": timeout_s}
         return named_config(
-            self._names.sizes, sizes, error=EPConfigError, block_rows=most, row_order=RANK_MAJOR, **options
-        )
+            self._names.sizes, sizes, error=EPConfigError, dispatch_format=kind, block_rows=most, row_order=RANK_MAJOR,
+            scale_layout=None if kind == "bf16" else "linear", timeout_s=self.config.timeout_s,
+        )  # fmt: skip
 
 
 def register() -> None:
     """Make "cute_ep" a communication backend of `flashinfer.moe_ep`; may be called again."""
-    register_communication(NAME)(CuteEPCommunication)
+    moe_ep.register_communication(NAME)(CuteEPCommunication)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return with_plain_strides(tensor.contiguous()).view(torch.uint8)
+
+
+def group_of(group: dist.ProcessGroup | None, rank: int, size: int, names: str) -> dist.ProcessGroup:
+    """The process group of the ranks, the default one for None. EPConfigError: it is not of this rank and size."""
+    if group is None:
+        rule = "process_group = None: needs a default group, call torch.distributed.init_process_group first"
+        require(dist.is_initialized(), rule, error=EPConfigError)
+        group = dist.group.WORLD
+    checks.group("process_group", group)
+    found, rule = (group.rank(), group.size()), "{} = {}, {}: must be those of the process group, {}, {}"
+    require(found == (rank, size), rule, names, rank, size, *found, error=EPConfigError)
+    return group

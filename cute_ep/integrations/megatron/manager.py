@@ -14,37 +14,33 @@ from torch import Tensor
 import cute_ep.ops
 from cute_ep import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.common import checks, pools, reports
-from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, named_config, require
+from cute_ep.integrations.common import checks, pools
 from cute_ep.ops.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.runtime.routes import count_routes
 
 LOG = logging.getLogger(__name__)
 FEWER = "lower --micro-batch-size, or raise --context-parallel-size"
 """What to do about too many tokens."""
-NAMES: Names = {
+NAMES: checks.Names = {
     "hidden": "hidden_states.shape[1]",
     "top_k": "router_topk",
     "max_tokens_per_rank": "hidden_states.shape[0], of the rank with the most tokens,",
     "world_size": "group.size()",
 }
-WORDS = reports.Words("token_indices", "hidden_states")
+WORDS = pools.Words("token_indices", "hidden_states")
 
 
 class CuteEPManager(token_dispatcher._DispatchManager):
     """How `MoEFlexTokenDispatcher` sends tokens to experts and back. Made by Megatron, one a layer, for a `group` of TP
     x EP ranks, all on one machine; `num_experts` and `router_topk` are of all of them.
 
-    Rows come by expert, in one block each, so there is no permutation. The host waits once a dispatch for the numbers
-    of rows, which Megatron's experts take as a CPU tensor. Experts multiply by the probabilities; combine adds up.
-    Tokens, the experts' outputs and the gradients of both travel as bfloat16, probabilities and their gradients as
-    float32. Kernels run on the current stream, whatever `async_finish` and `allocate_on_comm_stream` say, and take
-    `moe_deepep_num_sms` SMs. EPConfigError: an option cannot be served. docs/adapters.md says how wrong arguments and
-    ids are told; a rank that does not come is an EPTimeout.
-
-    `mode` is of combine; `install` sets it. `token_indices` and `token_probs` are [T, K] int64 expert ids, -1 where an
-    entry was dropped, and probabilities; `dispatched_probs` [rows] float32, float64 with `moe_router_dtype` fp64;
-    `tokens_per_expert` [num_local_experts] int64 on the CPU, padding included.
+    Rows come by expert, in one block each, so there is no permutation. Experts multiply by the probabilities, which
+    travel as float32, and so do their gradients; combine adds up. Kernels run on the current stream, whatever
+    `async_finish` and `allocate_on_comm_stream` say. EPConfigError: an option cannot be served. docs/training.md says
+    what travels and waits, docs/adapters.md how wrong arguments and ids are told. `mode` is of combine; `install` sets
+    it. `token_indices` and `token_probs` are [T, K] int64 expert ids, -1 where an entry was dropped, and probabilities;
+    `dispatched_probs` [rows] float32, float64 with `moe_router_dtype` fp64; `tokens_per_expert` [num_local_experts]
+    int64 on the CPU, padding included.
     """
 
     mode: CombineMode = "partial"
@@ -61,20 +57,19 @@ class CuteEPManager(token_dispatcher._DispatchManager):
             rule = "must be False with cute_ep, whose kernels of two streams may wait for each other's SMs"
             raise EPConfigError(f"overlap_moe_expert_parallel_comm = True: {rule}")
         checks.group("group", group)
-        named_config(NAMES, (SCALAR_HIDDEN, num_experts, router_topk, 1, group.size()), error=EPConfigError)
+        checks.named_config(NAMES, (SCALAR_HIDDEN, num_experts, router_topk, 1, group.size()), error=EPConfigError)
         checks.sms("moe_deepep_num_sms", config.moe_deepep_num_sms)
         self.group, self.config = group, config
         self.num_local_experts, self.num_experts, self.router_topk = num_local_experts, num_experts, router_topk
-        self.row_alignment = 1
-        if config.moe_router_padding_for_quantization:
-            padding = get_align_size_for_quantization(config)
-            self.row_alignment = alignment_for(padding, "moe_router_padding_for_quantization")
+        padded = config.moe_router_padding_for_quantization
+        padding = get_align_size_for_quantization(config) if padded else 1
+        self.row_alignment = checks.alignment_for(padding, "moe_router_padding_for_quantization")
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
         """Take the routing of a batch: [T, ranks, num_local_experts] bool, and probabilities of that shape."""
         shape = None, self.group.size(), self.num_local_experts
         checks.given("routing_map", routing_map, shape=shape, dtype=torch.bool)
-        checks.given("probs", probs, shape=tuple(routing_map.shape), dtype=FLOATS, device=routing_map.device)
+        checks.given("probs", probs, shape=tuple(routing_map.shape), dtype=checks.FLOATS, device=routing_map.device)
         chosen = torch.where(routing_map, probs, -torch.inf).flatten(1)
         values, ids = chosen.topk(self.router_topk, dim=-1)
         dropped = values == -torch.inf
@@ -93,10 +88,10 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         WORDS.raise_found(ranks)
         checks.given("hidden_states", hidden_states, shape=(None, None), device=ranks.device)
         rule = "hidden_states.dtype = {}: must be torch.bfloat16; train with bf16=True"
-        require(hidden_states.dtype == torch.bfloat16, rule, hidden_states.dtype)
+        checks.require(hidden_states.dtype == torch.bfloat16, rule, hidden_states.dtype)
         (tokens, hidden), routed = hidden_states.shape, self.token_indices.shape[0]
         checks.most("hidden_states.shape[0]", tokens, FEWER)
-        require(tokens == routed, "hidden_states.shape[0] = {}: must be {}, as of routing_map", tokens, routed)
+        checks.require(tokens == routed, "hidden_states.shape[0] = {}: must be {}, as of routing_map", tokens, routed)
         checks.given("routing_map", self.token_indices, device=ranks.device)
         sizes, alignment = (self.num_experts, self.router_topk), self.row_alignment
         pools.config_for(ranks, NAMES, (hidden, *sizes, tokens), alignment)
@@ -130,25 +125,19 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         return out
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows and their probabilities as they came."""
         return hidden_states, self.dispatched_probs
 
     def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
-        """The rows as they are."""
         return hidden_states
 
     def get_number_of_tokens_per_expert(self) -> Tensor | None:
-        """`tokens_per_expert`."""
         return self.tokens_per_expert
 
 
 def install(mode: CombineMode = "partial") -> None:
     """From now on models with `moe_token_dispatcher_type="flex"` and `moe_flex_dispatcher_backend="deepep"` are built
-    with cute_ep. Call it on all ranks, before the model is built. DeepEP need not be installed.
-
-    `mode` is how rows of a token are added up. "partial" adds those of each rank first, which rounds once more a rank.
-    "exact" adds all in float32 and rounds once, wherever experts are, and sends more. EPConfigError: it is neither.
-    """
+    with cute_ep. Call it on all ranks, before the model is built. DeepEP need not be installed. `mode` is how rows of a
+    token are added up (docs/numerics.md). EPConfigError: it is no mode."""
     checks.mode("mode", mode)
     CuteEPManager.mode = mode
     token_dispatcher._DeepepManager = CuteEPManager

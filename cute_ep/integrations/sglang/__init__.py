@@ -11,9 +11,8 @@ REPLACED = "sglang.srt.layers.moe.token_dispatcher.deepep_v2.DeepEPv2Dispatcher"
 
 def plugin() -> None:
     """Entry point of the group `sglang.srt.plugins`, which SGLang calls in each of its processes. If SGLANG_PLUGINS
-    names cute_ep, `CuteEPDispatcher` takes the place of DeepEP V2's dispatcher; that cute_ep is installed changes no
-    server. ImportError: this SGLang is not the version that the dispatcher was written for. SGLang logs it as an error,
-    and goes on with DeepEP V2."""
+    names cute_ep, `CuteEPDispatcher` takes the place of DeepEP V2's dispatcher. ImportError: this SGLang is not the
+    version that the dispatcher was written for. SGLang logs it as an error, and goes on with DeepEP V2."""
     from sglang.srt.environ import envs
 
     if NAME not in [name.strip() for name in envs.SGLANG_PLUGINS.get().split(",")]:

@@ -1,9 +1,6 @@
 """The dispatcher of one layer in SGLang's format DEEPEP_V2, expanded: a row per (token, expert), expert after expert,
-each expert's rows padded to 128. Dispatch returns rows like that, so nothing is copied.
-
-SGLang's runner multiplies rows by the weights that come with them, then sums are plain. Here those weights are ones and
-combine multiplies, in float32: rows are rounded once less, and no weights need to be gathered by row.
-"""
+each expert's rows padded to 128. SGLang's runner multiplies rows by the weights that come with them. Here those are
+ones and combine multiplies, in float32: rows are rounded once less, and no weights need to be gathered by row."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ import torch.distributed as dist
 
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfigError, EPError
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.common import checks, pools, reports, versions
-from cute_ep.integrations.common.blocks import PACKED, packed_exponents
+from cute_ep.integrations.common import checks, pools, versions
+from cute_ep.integrations.common.blocks import PACKED, columns_first, packed_exponents
 from cute_ep.integrations.common.checks import FLOATS, as_rows, named_config, require
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.record import align_up
@@ -39,18 +36,16 @@ TIMEOUT_S = 300.0
 """How long a rank waits for others: in a first pass they may be compiling."""
 LIMIT = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 NAMES = {"hidden": "hidden_size", "top_k": "router_topk", "max_tokens_per_rank": LIMIT, "world_size": "group.size()"}
-WORDS = reports.Words("topk_output.topk_ids", LIMIT)
+WORDS = pools.Words("topk_output.topk_ids", LIMIT)
 
 
 class CuteEPDispatcher(BaseDispatcher):
-    """Moves a layer's tokens to their experts and back, in place of SGLang's DeepEPv2Dispatcher, over ranks of one
-    machine.
+    """Moves a layer's tokens to their experts and back, in place of SGLang's DeepEPv2Dispatcher.
 
     Layers of equal sizes share a communicator. All work runs on the current stream. One dispatch may await its combine.
-    docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout. SMs and most
-    tokens of a rank come from SGLang's variables, which all ranks must have set alike. With `use_fp8_dispatch` rows are
-    quantised as they are sent, `activation_scale_block_size` elements, 128 or 32, with a scale factor. EPConfigError:
-    an argument or a variable cannot be served.
+    docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout. All ranks
+    must have set SGLang's variables alike. With `use_fp8_dispatch` rows are quantised as they are sent, with a scale
+    factor for each `activation_scale_block_size` elements. EPConfigError: an argument or a variable cannot be served.
     """
 
     def __init__(
@@ -67,8 +62,7 @@ class CuteEPDispatcher(BaseDispatcher):
         super().__init__()
         checks.group("group", group)
         ranks, tokens = group.size(), envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()
-        if params_dtype != torch.bfloat16:
-            raise EPConfigError(f"--dtype = {params_dtype}: must be bfloat16")
+        require(params_dtype == torch.bfloat16, "--dtype = {}: must be bfloat16", params_dtype, error=EPConfigError)
         if num_local_experts * ranks != num_experts:
             rule = "choose --ep-num-redundant-experts so that all ranks have as many"
             each = f"num_experts = {num_experts}: must be {num_local_experts} on each of {ranks} ranks"
@@ -137,7 +131,7 @@ class CuteEPDispatcher(BaseDispatcher):
         rows, sent = batch.tokens.shape[0], tokens * cfg.world_size * cfg.top_k
         return DeepEPv2DispatchOutput(
             hidden_states=batch.tokens,
-            hidden_states_scale=packed_columns(batch.scales) if self._packed else batch.scales,
+            hidden_states_scale=columns_first(packed_exponents(batch.scales)) if self._packed else batch.scales,
             topk_ids=None,
             topk_weights=torch.ones(rows, dtype=torch.float32, device=batch.tokens.device),
             psum_num_recv_tokens_per_expert=batch.row_offsets[:-1] + batch.row_counts,
@@ -165,12 +159,11 @@ class CuteEPDispatcher(BaseDispatcher):
         checks.kind("combine_input", combine_input, DeepEPv2CombineInput, "DeepEPv2CombineInput")
         rule = "combine_input.routewise_layout: must be None, the model has to finish its rows first"
         require(combine_input.routewise_layout is None, rule)
-        communicator, rows, room = self._communicator, combine_input.hidden_states, batch.tokens.shape[0]
+        communicator, rows = self._communicator, combine_input.hidden_states
         if communicator is None or communicator.closed:
             raise EPError("combine: the ranks were closed after the dispatch; drop its batch with give_up()")
-        checks.given("combine_input.hidden_states", rows, dtype=torch.bfloat16, device=communicator.device)
-        own, rule = (room, self.cfg.hidden), "combine_input.hidden_states.shape = {}: must be {}, as the rows of the {}"
-        require(rows.shape == own, rule, tuple(rows.shape), own, "dispatch")
+        shape, place = (batch.tokens.shape[0], self.cfg.hidden), communicator.device
+        checks.given("combine_input.hidden_states", rows, shape=shape, dtype=torch.bfloat16, device=place)
         total = communicator.combine(as_rows(rows), batch, mode="partial")
         self._batch = None
         return total
@@ -199,12 +192,6 @@ class CuteEPDispatcher(BaseDispatcher):
 def _sms() -> int | None:
     """SMs that kernels may take; None: SGLang sets no limit."""
     return envs.SGLANG_DEEPEP_V2_NUM_SMS.get() or None
-
-
-def packed_columns(scales: torch.Tensor) -> torch.Tensor:
-    """[N, n] scale factors as [N, n / 4] int32 exponents, neighbours along N."""
-    packed = packed_exponents(scales)
-    return torch.empty(packed.shape[::-1], dtype=packed.dtype, device=packed.device).t().copy_(packed)
 
 
 def _format(fp8: bool, block: int, hidden: int) -> FormatName:

@@ -1,10 +1,4 @@
-"""torchtitan's MoE token dispatch over cute_ep (docs/training.md), by its overrides.
-
-| `--override.imports` | in place of |
-| --- | --- |
-| `cute_ep.integrations.torchtitan.cute_ep_dispatcher` | the model's expert parallel token dispatcher |
-| `cute_ep.integrations.torchtitan.cute_ep_selective_ac` | selective activation checkpointing, which then saves rounds |
-"""
+"""torchtitan's MoE token dispatch over cute_ep, by its overrides (docs/training.md)."""
 
 from __future__ import annotations
 
@@ -25,8 +19,6 @@ __all__ = ["CuteEPSelectiveAC", "CuteEPTokenDispatcher", "close", "cute_ep_dispa
 
 
 # torchtitan looks for an override by the module that defines it: these stay in this one
-
-
 @override(target=BaseEPTokenDispatcher.Config, description="MoE token dispatch by cute_ep.")
 def cute_ep_dispatcher(cfg: BaseEPTokenDispatcher.Config, **options: Any) -> CuteEPTokenDispatcher.Config:
     """Any expert parallel dispatcher's configuration as cute_ep's; `options` are fields of that to set."""

@@ -16,7 +16,7 @@ from cute_ep import EPConfigError, EPError
 from cute_ep.api.config import is_integer, is_number
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate_combine import OUTPUT_TYPES
-from cute_ep.integrations.common import checks, pools, reports
+from cute_ep.integrations.common import checks, pools
 from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, named_config, require, room_for
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.library import FORWARD_OPS
@@ -29,21 +29,16 @@ FEWER = "lower training.local_batch_size, or raise parallelism.context_parallel_
 NAMES: Names = {"hidden": "x_TD.shape[1]", "max_tokens_per_rank": "x_TD.shape[0]", "world_size": "ep_mesh.size()"}
 CONFIGURED: Names = {**NAMES, "hidden": "hidden_dim", "max_tokens_per_rank": "num_max_tokens_per_rank"}
 """What the configuration calls them."""
-WORDS = reports.Words("topk_expert_ids_TK", "non_blocking_capacity_factor")
+WORDS = pools.Words("topk_expert_ids_TK", "non_blocking_capacity_factor")
 
 
 class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
     """How `RoutedExperts` sends tokens to experts and back, over the ranks of the expert parallel mesh, which are all
     on one machine. Differentiable in tokens, scores and the experts' parameters.
 
-    Ranks have equal numbers of tokens, as torchtitan promises. Tokens, the experts' outputs and the gradients of both
-    travel as bfloat16. Scores are applied in combine, in float32. `communicator` is its name in `cute_ep.ops`, None
-    until it is connected. docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an
-    EPTimeout.
-
-    Without `non_blocking_capacity_factor` the host waits once a dispatch for the number of rows. With it nothing waits:
-    there is room for that part of the rows that any routing can bring; if more come to a rank, every token with a row
-    there becomes NaN.
+    Ranks have equal numbers of tokens, as torchtitan promises. Scores are applied in combine, in float32.
+    `communicator` is its name in `cute_ep.ops`, None until it is connected. docs/training.md says what travels and
+    waits, docs/adapters.md how wrong arguments and ids are told.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -52,9 +47,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         1]; `pad_multiple`: each expert's rows are padded with zeros to a multiple of it.
 
         With `hidden_dim` and `num_max_tokens_per_rank` the ranks connect when the model is parallelised; otherwise in
-        the first call, and again when more tokens come. `mode` is of combine: "partial" adds rows of each rank first,
-        which rounds once more a rank; "exact" sends more. `sms`: SMs that one kernel may take; None: all but 8, which
-        are left to FSDP's NCCL kernels.
+        the first call, and again when more tokens come. `mode` is of combine (docs/numerics.md), `sms` SMs of a kernel.
         """
 
         mode: CombineMode = "partial"
@@ -160,9 +153,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
 
 
 class CuteEPSelectiveAC(SelectiveAC):
-    """Selective activation checkpointing that saves what dispatch and combine return, so that the backward pass makes
-    neither their rounds again nor the exchange of numbers of rows. Compiled models need it: torch 2.13 cannot make them
-    again there."""
+    """Selective activation checkpointing that saves what dispatch and combine return (docs/training.md)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):

@@ -1,9 +1,6 @@
-"""Experts of Hugging Face transformers' models over cute_ep (docs/transformers.md).
-
-Importing this module registers two implementations by the name "cute_ep": of experts, for ranks in one process, and of
-the expert parallel plan, for a process per rank. The plan needs a newer transformers than the rest; with an older one
-it is not registered, and importing `CuteEP` raises ImportError.
-"""
+"""Experts of Hugging Face transformers' models over cute_ep (docs/transformers.md). Importing this module registers
+"cute_ep" as an implementation of experts, for ranks in one process, and of the expert parallel plan, for a process per
+rank. The plan needs a newer transformers; with an older one importing `CuteEP` raises ImportError."""
 
 from __future__ import annotations
 

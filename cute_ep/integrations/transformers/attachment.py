@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from threading import RLock
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,16 +37,11 @@ NAMES: Names = {
     "max_tokens_per_rank": "tokens of a rank",
     "world_size": "len(devices)",
 }
-DETACHED = (
-    "the ranks of this forward pass are closed: make its backward pass before detach(), before the end of "
-    "`with attach(...)`, and while there is the model"
-)
 
 
-class Attachment:
+class Attachment(AbstractContextManager["Attachment"]):
     """What `attach` returned: the ranks on which the experts of one model run, a device each. A context manager, which
-    detaches. Holds neither the model nor its modules: when nobody has the model any more, the next pass or `attach` of
-    another one closes the ranks."""
+    detaches. When nobody has the model any more, the next pass or `attach` of another one closes the ranks."""
 
     def __init__(
         self, model: nn.Module, devices: Sequence[str | torch.device], max_tokens: int, mode: CombineMode
@@ -63,6 +58,7 @@ class Attachment:
         checks.integer("max_tokens", max_tokens, 1, ranks * MAX_TOKENS_PER_RANK, error=EPConfigError)
         checks.mode("mode", mode)
         self.max_tokens, self.mode = int(max_tokens), mode
+        self._room = -(-self.max_tokens // ranks)  # tokens of a rank in such a pass
         modules = model.named_modules() if isinstance(model, nn.Module) else ()
         found = {name or "model": module for name, module in modules if experts.is_experts(module)}
         rule = "model = {}: has no experts that transformers' experts interface calls"
@@ -74,7 +70,7 @@ class Attachment:
             require(not _is_split(module), rule, name, error=EPConfigError)
             padded = f"{name}: experts, padded to equal parts of the ranks,"
             names = {**NAMES, "hidden": f"{name}: hidden size", "num_experts": padded}
-            sizes = experts.hidden_size(module), align_up(module.num_experts, ranks), 1, self._room(), ranks
+            sizes = experts.hidden_size(module), align_up(module.num_experts, ranks), 1, self._room, ranks
             named_config(names, sizes, error=EPConfigError)
         self._pool = LocalPool(self.devices, grows=True)
         self._pool.sweep()
@@ -101,9 +97,8 @@ class Attachment:
         for module in list(self._modules):
             _LAYERS.pop(module, None)
         for config, before in self._before:
-            if any(config is own for other in _attachments() for own, _ in other._before):
-                continue
-            if config._experts_implementation == NAME:
+            shared = any(config is own for other in _attachments() for own, _ in other._before)
+            if not shared and config._experts_implementation == NAME:
                 config._experts_implementation = {"": before}
         self._before = []
         self._end.detach()
@@ -114,22 +109,12 @@ class Attachment:
         self._exchanges.clear()
         self._pool.abandon()
 
-    def _room(self) -> int:
-        """Tokens of a rank in a pass of `max_tokens`."""
-        return -(-self.max_tokens // len(self.devices))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.detach()
 
     def exchange(self, hidden: int, number: int, top_k: int, tokens: int) -> Exchange:
-        """The ranks for layers of so many experts, with room for `tokens` tokens: connected when first needed, and
-        again, with twice the room or more, when more tokens come. One with less room closes when no graph needs it any
-        more. EPInputError: the sizes break a rule, or there are too many tokens for any communicator."""
+        """The ranks for layers of so many experts, with room for `tokens` tokens: connected when first needed, and with
+        twice the room or more when more come. EPInputError: the sizes break a rule, or there are too many tokens."""
         ranks = len(self.devices)
         key, need = (hidden, align_up(number, ranks), top_k), -(-tokens // ranks)
         with self._connecting:
@@ -138,13 +123,13 @@ class Attachment:
                 return found
             most, rule = MAX_TOKENS_PER_RANK, "hidden_states.shape[0] = {}: must not exceed {} tokens a rank, here {}; "
             require(need <= most, rule + "use shorter or fewer sequences a pass", tokens, most, most * ranks)
-            room = self._room()
+            room = self._room
             if found is not None:
                 room = 2 * found.cfg.max_tokens_per_rank
                 LOG.info("%d tokens a rank, more than %d: connecting again", need, found.cfg.max_tokens_per_rank)
                 del self._exchanges[key], found  # frees its memory, unless a graph needs it
             room = min(max(room, need), MAX_TOKENS_PER_RANK)
-            made = self._exchanges[key] = Exchange(self._pool, named_config(NAMES, (*key, room, ranks)), DETACHED)
+            made = self._exchanges[key] = Exchange(self._pool, named_config(NAMES, (*key, room, ranks)))
             return made
 
 
@@ -154,17 +139,14 @@ def attach(
     """Run the experts of a model over several ranks of this process, until `Attachment.detach`.
 
     All experts modules in the model that transformers' experts interface serves get the implementation "cute_ep". The
-    parameters stay where they are, and the model can be trained, saved and loaded as before. A copy of the model, or
-    one that was pickled, must be attached itself: its experts raise EPError until then. Tokens travel as bfloat16, and
-    so do the experts' outputs, or their sums, and the gradients of both; sums are made in float32.
+    parameters stay where they are, and the model can be trained, saved and loaded as before (docs/transformers.md). The
+    experts of a copy raise EPError until it is attached itself.
 
     Args:
         model: a model of transformers, or any module that contains one or its experts.
-        devices: one a rank, as of `cute_ep.connect_local`: several GPUs, one GPU several times, or "cpu" everywhere.
-        max_tokens: most tokens (sequences times their length) that one pass has, up to 32768 a rank. If more come the
-            ranks connect again, with more room.
-        mode: of combine, and of the sums of gradients. "partial" rounds the sum of each rank to bfloat16 before it
-            travels; "exact" sends all rows, and gives the same bits on any number of ranks.
+        devices: one a rank, as of `cute_ep.connect_local`.
+        max_tokens: most tokens (sequences times their length) of a pass. If more come the ranks connect again.
+        mode: of combine, and of the sums of gradients (docs/numerics.md).
 
     Raises:
         EPConfigError: the model has no such experts, or some that are attached already, are quantised, compute
@@ -221,8 +203,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
     Takes [T, hidden] of any floating type, [T, K] int32 or int64 expert ids (one that is no expert's masks the entry,
     as transformers' own do with the number of experts), and [T, K] weights of any floating type. Returns [T, hidden] of
-    the type and on the device of `hidden_states`, in memory of its own. EPError: the module is not attached; others as
-    the calls of the communicators.
+    the type and on the device of `hidden_states`, in memory of its own. EPError: the module is not attached.
     """
     layer = _LAYERS.get(module)
     if layer is None:

@@ -1,13 +1,11 @@
-"""Dispatch and combine by all ranks of one process, with gradients.
-
-`cute_ep.ops` serves one rank of a process; its ops cannot wait for ranks that the same thread has yet to call. Here one
-autograd function makes a call for all ranks, forward and backward, so every rank takes part in every round.
-"""
+"""Dispatch and combine by all ranks of one process, with gradients. Ops of `cute_ep.ops` cannot wait for ranks that the
+same thread has yet to call; here one autograd function makes a call for all ranks, forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,19 +22,21 @@ from cute_ep.runtime.local_pool import CALLING, LocalPool
 from cute_ep.runtime.routes import RouteCounts
 
 UNCOUNTED_ENTRIES = 2048
-"""Most entries (tokens times top-k) of a pass that may have room for all of them on each rank. Of hidden 7168 that many
-rows take 28 MiB."""
-Made = TypeVar("Made")
+"""Most entries (tokens times top-k) of a pass with room for all on each rank: of hidden 7168 the rows take 28 MiB."""
+Like = tuple[torch.dtype, torch.device]
+CLOSED = (
+    "the ranks of this forward pass are closed: make its backward pass before detach(), before the end of "
+    "`with attach(...)`, and while there is the model"
+)
 
 
 class Exchange:
     """The communicators of all ranks, which are in this process: one a rank, opened in a pool, which closes them, for
     bfloat16 rows of configuration `cfg`. Raises what `connect_local` raises. Calls may come from any thread; where
-    ranks share a device they wait for their results (`waits`). `closed`: what EPError says where a call comes too
-    late."""
+    ranks share a device they wait for their results (`waits`)."""
 
-    def __init__(self, pool: LocalPool, cfg: EPConfig, closed: str = "the exchange was closed") -> None:
-        self.cfg, self._pool, self._closed = cfg, pool, closed
+    def __init__(self, pool: LocalPool, cfg: EPConfig) -> None:
+        self.cfg, self.pool = cfg, pool
         self.communicators = pool.open(cfg).communicators
         self._hold = pool.hold(self.communicators[0])
         self.devices = [communicator.device for communicator in self.communicators]
@@ -49,42 +49,31 @@ class Exchange:
     ) -> list[Dispatched]:
         """A dispatch by all ranks, of one of each argument a rank, as of `EPCommunicator.dispatch`, with room for
         `capacities` rows: batches in memory of their own, whose `row_map` is -1 for tokens that do not exist."""
-
-        def call() -> list[Dispatched]:
+        with self._together():
             pairs = zip(self.communicators, capacities, strict=True)
             buffers = [communicator.allocate(capacity) for communicator, capacity in pairs]
             for one in buffers:
                 one.row_map.fill_(-1)
             return self._dispatch(xs, ids, weights, outs=buffers)
 
-        return self._together(call)
-
     def combine(
-        self,
-        rows: Sequence[Tensor],
-        batches: Sequence[Dispatched],
-        weights: Sequence[Tensor] | None,
-        mode: CombineMode,
-        dtype: torch.dtype,
+        self, rows: Sequence[Tensor], batches: Sequence[Dispatched], weights: Sequence[Tensor] | None, **options: Any
     ) -> list[Tensor]:
         """A combine by all ranks, one list entry a rank, as of `EPCommunicator.combine`."""
-        return self._together(lambda: self._combine(rows, batches, weights, mode=mode, dtype=dtype))
+        with self._together():
+            return self._combine(rows, batches, weights, **options)
 
-    def note_capture(self) -> None:
-        """To be called by a pass that may go into a CUDA graph."""
-        self._pool.note_capture(self.communicators[0])
-
-    def _together(self, call: Callable[[], Made]) -> Made:
-        """What a call of all ranks makes, with no other call between their launches."""
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Around a call of all ranks: no other call comes between their launches."""
         with CALLING:
-            self._pool.sweep()
+            self.pool.sweep()
             if self.communicators[0].closed:
-                raise EPError(self._closed)
-            made = call()
+                raise EPError(CLOSED)
+            yield
             if self.waits:
                 for communicator in self.communicators:
                     communicator.synchronize()
-        return made
 
 
 class Round:
@@ -93,9 +82,8 @@ class Round:
     backward pass may come; `mode`: of combine and of what the backward pass adds up.
 
     Attributes:
-        rows: that there is room for on each rank: exactly those that come. The host waits for the ids to count them.
-            Without gradients, with a device for each rank and with at most `UNCOUNTED_ENTRIES` entries it does not
-            wait, and there is room for all entries on each rank.
+        rows: that there is room for on each rank: exactly those that come, for which the host waits; or all entries,
+            without gradients, with a device for each rank and with at most `UNCOUNTED_ENTRIES` entries.
         batches: one a rank, without the rows and their memory.
     """
 
@@ -111,7 +99,7 @@ class Round:
             entries[: len(routes.by_expert)] = routes.by_expert
             self.rows = host_list(entries.view(ranks, cfg.local_experts).sum(1))
         else:
-            exchange.note_capture()
+            exchange.pool.note_capture(exchange.communicators[0])
             self.rows = [ids.numel()] * ranks
         self.batches: list[Dispatched] = []
 
@@ -133,28 +121,20 @@ class Round:
         return [whole[part].to(device).contiguous() for part, device in zip(self._slices, devices, strict=True)]
 
     def sums(
-        self,
-        rows: Sequence[Tensor],
-        batches: Sequence[Dispatched],
-        weights: Sequence[Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, rows: Sequence[Tensor], batches: Sequence[Dispatched], weights: Sequence[Tensor], like: Like
     ) -> Tensor:
-        """[T, hidden] of a type: each rank's rows, added up with the weights, which batches in partial mode have."""
-        given, returned = weights if self.mode == "exact" else None, dtype if dtype in OUTPUT_TYPES else torch.float32
+        """[T, hidden]: each rank's rows, added up with the weights, which batches in partial mode have."""
+        (dtype, device), given = like, weights if self.mode == "exact" else None
+        returned = dtype if dtype in OUTPUT_TYPES else torch.float32
         rows = [one.contiguous() for one in rows]
-        return _whole(self.exchange.combine(rows, batches, given, mode=self.mode, dtype=returned), device).to(dtype)
-
-
-def _whole(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The [T, ...] tensor of all ranks' parts, in memory of its own."""
-    return torch.cat([part.to(device) for part in parts])
+        parts = self.exchange.combine(rows, batches, given, mode=self.mode, dtype=returned)
+        return torch.cat([part.to(device) for part in parts]).to(dtype)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, one: Round, hidden: Tensor) -> tuple[Tensor, ...]:
-        ctx.round, ctx.dtype, ctx.device = one, hidden.dtype, hidden.device
+        ctx.round, ctx.like = one, (hidden.dtype, hidden.device)
         batches = one.exchange.dispatch(one.share(hidden.to(torch.bfloat16)), one.ids, one.weights, one.rows)
         one.batches = [batch.without_rows() for batch in batches]
         return tuple(batch.tokens for batch in batches)
@@ -170,7 +150,7 @@ class _Dispatch(torch.autograd.Function):
             ones = [ones_for(batch.topk_ids, batch.weights) for batch in batches]
             weights = [own for own, _ in ones]
             batches = [batch.derived(weights=own) for batch, (_, own) in zip(batches, ones, strict=True)]
-        return None, one.sums(grads, batches, weights, ctx.dtype, ctx.device)
+        return None, one.sums(grads, batches, weights, ctx.like)
 
 
 class _Combine(torch.autograd.Function):
@@ -180,7 +160,7 @@ class _Combine(torch.autograd.Function):
         rows = tuple(row.contiguous() for row in rows)
         if ctx.needs_input_grad[2]:
             ctx.save_for_backward(*rows)
-        return one.sums(rows, one.batches, one.weights, like.dtype, like.device)
+        return one.sums(rows, one.batches, one.weights, (like.dtype, like.device))
 
     @staticmethod
     @once_differentiable
@@ -196,5 +176,5 @@ class _Combine(torch.autograd.Function):
         if for_weights:
             home = one.exchange.combine(ctx.saved_tensors, one.batches, None, mode="unweighted", dtype=torch.bfloat16)
             products = [inner_products(own, part) for own, part in zip(home, one.share(grad), strict=True)]
-            of_weights = _whole(products, grad.device).to(ctx.kind)
+            of_weights = torch.cat([part.to(grad.device) for part in products]).to(ctx.kind)
         return None, None, of_weights, *of_rows

@@ -13,12 +13,11 @@ import cute_ep.ops
 from cute_ep import EPConfigError
 from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.integrations.common import checks, pools
-from cute_ep.integrations.common.checks import Names, named_config
 from cute_ep.integrations.transformers import experts
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.runtime.routes import count_routes
 
-NAMES: Names = {
+NAMES: checks.Names = {
     "hidden": "hidden_states.shape[1]",
     "num_experts": "experts of all ranks",
     "top_k": "top_k_index.shape[1]",
@@ -30,16 +29,10 @@ FEWER = "use shorter or fewer sequences a pass"
 
 
 class CuteEP(EPImplementation):
-    """How the experts of a module get their tokens: by a dispatch and a combine over the EP group.
-
-    The ranks of a TP group, which hold the same batch, take disjoint parts of it. Before each dispatch the ranks tell
-    each other how many rows and tokens come, a small exchange that the host waits for, and connect again when more
-    tokens come than there is room for. Differentiable in hidden states, weights and experts. Tokens, the experts'
-    outputs and the gradients of both travel as bfloat16; sums are float32.
-
-    Rows come in the order of experts, so these are computed as of `attach`, without sorting rows again. Experts that
-    this version does not know, quantised ones for one, compute themselves.
-    """
+    """How the experts of a module get their tokens: by a dispatch and a combine over the EP group. The ranks of a TP
+    group, which hold the same batch, take disjoint parts of it. Before each dispatch the ranks tell each other how many
+    rows and tokens come, and connect again when more tokens come than there is room for. Differentiable in hidden
+    states, weights and experts (docs/transformers.md)."""
 
     _known: bool | None = None  # whether `experts.run` computes what they do; None before the first call
     _gate: experts.FoundGate | None = None
@@ -47,7 +40,7 @@ class CuteEP(EPImplementation):
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.num_experts = self.num_local_experts * ep_mesh.size()
-        named_config(NAMES, (VECTOR_BYTES // 2, self.num_experts, 1, 1, ep_mesh.size()), error=EPConfigError)
+        checks.named_config(NAMES, (VECTOR_BYTES // 2, self.num_experts, 1, 1, ep_mesh.size()), error=EPConfigError)
         self._experts: Any = experts
 
     @torch.compiler.disable
@@ -90,8 +83,12 @@ class CuteEP(EPImplementation):
         on one of zeros, so that what hangs on their parameters (gradients, FSDP) takes part in the backward pass."""
         module = self._experts
         if self._known is None:
-            self._known = _is_known(module)
-            self._gate = experts.find_gate(module) if self._known else None
+            try:
+                experts.check_experts("experts", module)
+            except EPConfigError:
+                self._known = False
+            else:
+                self._known, self._gate = True, experts.find_gate(module)
         rows, offsets = tokens, batch.row_offsets
         if not len(tokens):
             rows, offsets = tokens.sum(dim=0, keepdim=True), torch.ones_like(offsets)
@@ -103,14 +100,3 @@ class CuteEP(EPImplementation):
         ids = own.repeat_interleave(offsets.diff(), output_size=len(rows))
         ones = tokens.new_ones((len(rows), 1), dtype=dtype)
         return self.experts_forward(rows.to(dtype), ids[:, None], ones)[: len(tokens)]
-
-
-def _is_known(module: nn.Module) -> bool:
-    """Whether `experts.run` computes what an experts module does."""
-    if not experts.is_experts(module):
-        return False
-    try:
-        experts.check_experts("experts", module)
-    except EPConfigError:
-        return False
-    return True

@@ -1,7 +1,5 @@
-"""What the experts of a rank compute between dispatch and combine, for every experts class of transformers.
-
-Classes differ by the flags that transformers' decorator `use_experts_implementation` gives them, and by `_apply_gate`.
-"""
+"""What the experts of a rank compute between dispatch and combine, for every experts class of transformers. Classes
+differ by the flags that their decorator `use_experts_implementation` gives them, and by `_apply_gate`."""
 
 from __future__ import annotations
 
@@ -39,6 +37,7 @@ def is_experts(module: nn.Module) -> bool:
 
 def check_experts(name: str, module: nn.Module) -> None:
     """EPConfigError unless `run` computes what this experts module does."""
+    require(is_experts(module), "{} = {}: must be experts", name, type(module).__name__, error=EPConfigError)
     unknown = {flag for flag in vars(module) if flag.startswith("has_")} - KNOWN_FLAGS
     if wanted := sorted(flag for flag in unknown if getattr(module, flag)):
         rule = f"must be one of {', '.join(sorted(KNOWN_FLAGS))}; this version of cute_ep does not know what such"
@@ -118,13 +117,9 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 
 class Shards:
-    """The weights of each rank's experts, from a module that has those of all: `counts` of them on each of the
-    `devices`.
-
-    A rank on the module's device gets views. One on another device gets copies: with gradients at every call, without
-    them once, as long as the parameter stays the same tensor, at the same address, of the same version. (Writes through
-    `.data` do not change its version.)
-    """
+    """The weights of each rank's experts, from a module that has those of all: `counts` of them on each device. A rank
+    on the module's device gets views. One on another device gets copies: with gradients at every call, without them
+    once, as long as the parameter stays the same tensor, at the same address, of the same version."""
 
     def __init__(self, counts: Sequence[int], devices: Sequence[torch.device]) -> None:
         self.counts, self.devices = list(counts), devices
@@ -179,8 +174,7 @@ def run(
 ) -> Tensor:
     """The outputs of a rank's experts for its rows, [N, hidden] bfloat16, from tokens of that kind in the order of
     experts. `weights` has the rank's part of each of `weight_names`, G experts; `row_offsets` is [groups + 1] int32,
-    groups beyond G have no rows. Where `find_gate` has found a gate, bfloat16 experts without gradients use
-    `fused_silu`."""
+    groups beyond G have no rows. bfloat16 experts without gradients, of a `found` gate, use `fused_silu`."""
     up, down, *_ = weight_names(module)
     groups = len(weights[up])
     if not groups or not len(tokens):

@@ -1,10 +1,10 @@
 """Dispatch and combine around vLLM's batched experts: each local expert has a block of rows, which the receiving kernel
-fills. Shapes depend on no routing, so no host waits and CUDA graphs capture every call.
-
-Combine applies the router's weights, where the experts are, or in mode `exact` at a token's own rank.
-"""
+fills. Shapes depend on no routing, so no host waits and CUDA graphs capture every call. Combine applies the router's
+weights, where the experts are, or in mode `exact` at a token's own rank."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -15,18 +15,17 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from cute_ep import Dispatched, EPConfig, EPConfigError
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.common.checks import Sizes, require
-from cute_ep.integrations.vllm.layer import CuteEPLayer, LayerSizes, PrepareInput, Sending, quantize
-from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager, Options
+from cute_ep.integrations.common.checks import require
+from cute_ep.integrations.vllm.layer import CuteEPLayer, PrepareInput, Sending, quantize
+from cute_ep.integrations.vllm.manager import NAMES
 from cute_ep.layouts.maps.formats import BF16
 
 SLOTS = 4
-"""Blocks with packed scale factors have a multiple of so many rows: DeepGEMM reads words along them at strides of 16
-bytes."""
+"""Blocks with packed scale factors have a multiple of so many rows: DeepGEMM reads words at strides of 16 bytes."""
 
 
 class CuteEPBatched(CuteEPLayer):
-    """A block of S = R * max_tokens rows for each of L local experts. Nothing waits on the host.
+    """A block of S = R * max_tokens rows for each of L local experts.
 
     Rows for experts that take blocks of 128 in FP8 are quantised while they are sent; where experts read exponents
     (UE8M0) scale factors are powers of two. All other rows travel in bfloat16, and vLLM quantises them, except to
@@ -38,20 +37,12 @@ class CuteEPBatched(CuteEPLayer):
     experts read no ids and weights.
     """
 
+    _made = staticmethod(partial(block_config, dispatch_format="bf16"))
     _reducer = TopKWeightAndReduceDelegate
-
-    def __init__(
-        self,
-        manager: CuteEPAll2AllManager,
-        sizes: LayerSizes,
-        options: Options = Options(),  # noqa: B008, it is immutable
-    ) -> None:
-        super().__init__(manager, _config((*sizes, manager.world_size), "bf16", options.timeout_s), options)
-        self._packed = False
+    _packed = False
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
-        """A block of rows for each expert."""
         return mk.FusedMoEActivationFormat.BatchedExperts
 
     def max_num_tokens_per_rank(self) -> int | None:
@@ -61,9 +52,10 @@ class CuteEPBatched(CuteEPLayer):
     def _config_for(self, fused_experts: mk.FusedMoEExperts, fp8: bool) -> EPConfig:
         quant, cfg = fused_experts.quant_config, self._cfg
         if not fp8:
-            named = isinstance(quant.quant_dtype, str) and not _is_nvfp4(quant)
+            good = fused_experts.expects_unquantized_inputs or quant.quant_dtype == "nvfp4"
+            good = good or not isinstance(quant.quant_dtype, str)
             rule = "quant_dtype = {!r}: has no batched format; use --all2all-backend cute_ep"
-            require(fused_experts.expects_unquantized_inputs or not named, rule, quant.quant_dtype, error=EPConfigError)
+            require(good, rule, quant.quant_dtype, error=EPConfigError)
             return cfg
         ranks, tokens = cfg.world_size, cfg.max_tokens_per_rank
         self._packed = fused_experts.supports_packed_ue8m0_act_scales()
@@ -73,32 +65,23 @@ class CuteEPBatched(CuteEPLayer):
             made, slots = f"{ranks} ranks x {tokens} tokens", ranks * tokens
             rule += "; change --max-num-batched-tokens"
             require(slots % SLOTS == 0, rule, made, slots, SLOTS, error=EPConfigError)
+        kind: FormatName = "fp8_pow2" if self._packed else "fp8"
         sizes = cfg.hidden, cfg.num_experts, cfg.top_k, tokens, ranks
-        return _config(sizes, "fp8_pow2" if self._packed else "fp8", cfg.timeout_s)
+        return block_config(NAMES, sizes, kind, error=EPConfigError, timeout_s=cfg.timeout_s)
 
     def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor) -> Sending:
         cfg, quant = self._cfg, given.quant_config
         assert cfg.block_rows is not None
         blocks = Blocks(self._connected(), cfg.block_rows, packed=self._packed)
-        as_it_is = cfg.format is not BF16 or given.defer_input_quant or quant.quant_dtype is None or _is_nvfp4(quant)
+        left = given.defer_input_quant or quant.quant_dtype in (None, "nvfp4")  # experts quantise to NVFP4 themselves
+        as_it_is = cfg.format is not BF16 or left
 
         def result(batch: Dispatched) -> mk.PrepareResultType:
             blocks.received()
             made = (blocks.rows, blocks.scales) if as_it_is else _quantized(blocks, quant)
             return *made, mk.ExpertTokensMetadata(batch.row_counts, None), None, None
 
-        return Sending((rows, given.topk_ids.contiguous(), weights), None, blocks.out, result)
-
-
-def _config(sizes: Sizes, dispatch_format: FormatName, timeout_s: float) -> EPConfig:
-    """`block_config` in vLLM's words. EPConfigError: a size breaks its rule."""
-    names = {**NAMES, "block_rows": "ranks x --max-num-batched-tokens"}
-    return block_config(names, sizes, dispatch_format, error=EPConfigError, timeout_s=timeout_s)
-
-
-def _is_nvfp4(quant: FusedMoEQuantConfig) -> bool:
-    """Whether vLLM's batched experts quantise rows to NVFP4 themselves."""
-    return quant.quant_dtype == "nvfp4"
+        return (rows, given.topk_ids.contiguous(), weights), None, blocks.out, result
 
 
 def _quantized(blocks: Blocks, quant: FusedMoEQuantConfig) -> tuple[Tensor, Tensor | None]:

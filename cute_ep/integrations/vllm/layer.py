@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -18,22 +18,19 @@ from cute_ep.api.tensors import overlap
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import FLOATS, as_rows, require
 from cute_ep.integrations.common.halves import Hook
-from cute_ep.integrations.vllm.manager import WORDS, CuteEPAll2AllManager, Options
+from cute_ep.integrations.common.pools import OwnSizes
+from cute_ep.integrations.vllm.manager import DEFAULTS, NAMES, WORDS, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import BF16, FP8
 
 MOST = "a1.shape[0] = {}: must not exceed {}, {}"
 """Rule for the tokens of a call, the most, and what those come from."""
-DEFERRED = "defer_input_quant = True: must be as it was when the layer was made"
+Sending = tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, DispatchBuffers, Callable[[Dispatched], Any]]
+"""What a dispatch is given: rows, ids, weights; scale factors of rows that are quantised already; memory. And what
+makes of its batch what vLLM gets: called once, behind it and in the thread of the batch."""
 PREPARE, FINALIZE = "prepare", "finalize"
-
-
-class LayerSizes(NamedTuple):
-    """Of a layer; redundant experts count, and `max_tokens` of a rank are `--max-num-batched-tokens`."""
-
-    hidden: int
-    num_experts: int
-    top_k: int
-    max_tokens: int
+QUANTIZED_BY = (
+    *("quant_dtype", "per_act_token_quant", "block_shape", "is_scale_swizzled", "is_scale_transposed", "mx_alignment"),
+)
 
 
 class PrepareInput(NamedTuple):
@@ -48,49 +45,37 @@ class PrepareInput(NamedTuple):
     defer_input_quant: bool
 
 
-class Sending(NamedTuple):
-    """What a dispatch is given: rows, ids, weights; scale factors of rows that are quantised already; memory. `result`
-    makes of its batch what vLLM gets, and is called once, behind it and in the thread of the batch."""
-
-    sent: tuple[Tensor, Tensor, Tensor]
-    scales: Tensor | None
-    out: DispatchBuffers
-    result: Callable[[Dispatched], mk.PrepareResultType]
-
-
 class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     """Prepares the inputs of one layer's experts and finalizes their outputs. Prepare and finalize alternate.
 
     All ranks of the manager, an expert parallel group of R ranks, make the same calls; rank r has experts [r * E/R, (r
     + 1) * E/R). Everything runs on the current stream. With `--enable-dbo` two batches, each in a thread, take turns:
     prepare and finalize alternate in each, and between two turns each phase has at most one round that was sent and not
-    received. docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout.
+    received. docs/adapters.md says how wrong arguments and ids are told. Of `sizes` redundant experts count, and tokens
+    of a rank are `--max-num-batched-tokens`.
     """
 
+    _made: Callable[..., EPConfig]  # makes the configuration of rows in bfloat16
     _reducer: type | None = None  # of `weight_and_reduce_impl`, where finalize asks for one
 
-    def __init__(self, manager: CuteEPAll2AllManager, cfg: EPConfig, options: Options) -> None:
-        """`cfg`: of rows in bfloat16; `max_tokens_per_rank` is `--max-num-batched-tokens`."""
+    def __init__(self, manager: CuteEPAll2AllManager, sizes: OwnSizes, options: Options = DEFAULTS) -> None:
         super().__init__()
-        self._manager, self._options, self._cfg, self._mode = manager, options, cfg, options.mode
+        self._manager, self._options, every = manager, options, (*sizes, manager.world_size)
+        self._cfg = self._made(NAMES, every, error=EPConfigError, timeout_s=options.timeout_s)
         self._communicator: EPCommunicator | None = None
         self._batches: dict[int, tuple[Dispatched, int]] = {}  # and rows returned, by vLLM's number of the micro-batch
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """Any of int32 and int64."""
-        return None
+        return None  # int32 and int64
 
     def num_dispatchers(self) -> int:
-        """R."""
         return self._cfg.world_size
 
     def output_is_reduced(self) -> bool:
-        """Yes: outputs have the parts of all ranks."""
         return True
 
     def supports_async(self) -> bool:
-        """Yes: shared experts run while rows travel home."""
-        return True
+        return True  # shared experts run while rows travel home
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """Connect for rows as the experts take them, which the layer's class says; collective. EPConfigError: experts
@@ -120,8 +105,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool,
     ) -> mk.PrepareResultType:
-        """Send tokens to their experts' ranks, and receive those for this rank's experts. Returns what the layer's
-        class says.
+        """Send tokens to their experts' ranks, and receive those for this rank's. Returns what the layer's class says.
 
         Args:
             a1: [T, hidden] bfloat16.
@@ -147,8 +131,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         defer_input_quant: bool,
     ) -> mk.ReceiverType | tuple[Callable[[], None], mk.ReceiverType]:
         """The sending half of `prepare` where micro-batches take turns: a hook that receives, which may run in another
-        micro-batch's thread, and what then returns the result. Otherwise all of `prepare`: vLLM has nothing to compute
-        in between."""
+        micro-batch's thread, and what then returns the result. Otherwise all of `prepare`."""
         weighted, quant, deferred = apply_router_weight_on_input, quant_config, defer_input_quant
         given = PrepareInput(a1, topk_weights, topk_ids, num_experts, weighted, quant, deferred)
         hook, receiver = self._prepare(given, hooked=dbo_enabled())
@@ -160,7 +143,20 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     def _prepare(self, given: PrepareInput, *, hooked: bool) -> tuple[Hook | None, mk.ReceiverType]:
         """Send, and receive, unless it is `hooked`: then a hook receives. What returns the result, once received. Rows
         that are multiplied by their weights here, combine multiplies by 1."""
-        self._check_prepare(given)
+        WORDS.raise_found(self._manager.pool)
+        cfg, device, a1, num_experts = self._cfg, self._manager.pool.device, given.a1, given.num_experts
+        checks.given("a1", a1, shape=(None, cfg.hidden), device=device)
+        rule = "a1.dtype = {}: must be torch.bfloat16, start vLLM with --dtype bfloat16"
+        require(a1.dtype == torch.bfloat16, rule, a1.dtype)
+        same = num_experts == cfg.num_experts
+        require(same, "num_experts = {}: must be {}, as the layer's", num_experts, cfg.num_experts)
+        shape, most = (a1.shape[0], cfg.top_k), cfg.max_tokens_per_rank
+        require(shape[0] <= most, MOST, shape[0], most, "--max-num-batched-tokens of the server")
+        checks.given("topk_ids", given.topk_ids, shape=shape, dtype=checks.ID_TYPES, device=device)
+        checks.given("topk_weights", given.topk_weights, shape=shape, dtype=FLOATS, device=device)
+        require(not given.weighted or cfg.top_k == 1, "topk_ids.shape[1] = {}: must be 1 to weight inputs", cfg.top_k)
+        rule = "defer_input_quant = True: must be as it was when the layer was made"
+        require(cfg.format is BF16 or not given.defer_input_quant, rule)
         communicator, halves, number = self._connected(), self._manager.halves, dbo_current_ubatch_id()
         halves.make_way(communicator, PREPARE, whole=not hooked)
         rows, weights = given.a1, given.topk_weights.float().contiguous()
@@ -228,7 +224,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         rows = as_rows(rows.reshape(-1, hidden))
         rows = rows.clone() if overlap(rows, output) else rows  # vLLM may have experts write to the output
         halves.make_way(communicator, FINALIZE, whole=not hooked)
-        hook = halves.combine(communicator, FINALIZE, rows, batch, output, hooked=hooked, mode=self._mode)
+        hook = halves.combine(communicator, FINALIZE, rows, batch, output, hooked=hooked, mode=self._options.mode)
         del self._batches[dbo_current_ubatch_id()]
         return hook
 
@@ -239,32 +235,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             raise EPError("the layer's all2all manager was destroyed: make the layer again")
         return self._communicator
 
-    def _check_prepare(self, given: PrepareInput) -> None:
-        """EPInputError: an argument of prepare breaks its rule, or one of an earlier call did."""
-        WORDS.raise_found(self._manager.pool)
-        cfg, device, a1, num_experts = self._cfg, self._manager.pool.device, given.a1, given.num_experts
-        checks.given("a1", a1, shape=(None, cfg.hidden), device=device)
-        rule = "a1.dtype = {}: must be torch.bfloat16, start vLLM with --dtype bfloat16"
-        require(a1.dtype == torch.bfloat16, rule, a1.dtype)
-        same = num_experts == cfg.num_experts
-        require(same, "num_experts = {}: must be {}, as the layer's", num_experts, cfg.num_experts)
-        shape, most = (a1.shape[0], cfg.top_k), cfg.max_tokens_per_rank
-        require(shape[0] <= most, MOST, shape[0], most, "--max-num-batched-tokens of the server")
-        checks.given("topk_ids", given.topk_ids, shape=shape, dtype=checks.ID_TYPES, device=device)
-        checks.given("topk_weights", given.topk_weights, shape=shape, dtype=FLOATS, device=device)
-        require(not given.weighted or cfg.top_k == 1, "topk_ids.shape[1] = {}: must be 1 to weight inputs", cfg.top_k)
-        require(cfg.format is BF16 or not given.defer_input_quant, DEFERRED)
-
 
 def quantize(rows: Tensor, quant: FusedMoEQuantConfig, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Rows and scale factors as the experts take them, by vLLM's own kernels."""
-    return moe_kernel_quantize_input(
-        rows,
-        scale,
-        quant_dtype=quant.quant_dtype,
-        per_act_token_quant=quant.per_act_token_quant,
-        block_shape=quant.block_shape,
-        is_scale_swizzled=quant.is_scale_swizzled,
-        is_scale_transposed=quant.is_scale_transposed,
-        mx_alignment=quant.mx_alignment,
-    )
+    return moe_kernel_quantize_input(rows, scale, **{name: getattr(quant, name) for name in QUANTIZED_BY})

@@ -10,30 +10,27 @@ import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
-from cute_ep import EPCommunicator, EPConfig, EPConfigError
+from cute_ep import EPCommunicator, EPConfigError
 from cute_ep.api.config import is_integer
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.common import checks, halves, reports
-from cute_ep.integrations.common.checks import require
+from cute_ep.integrations.common import checks, halves, pools
 from cute_ep.runtime.group_pool import GroupPool
 
 KEY = "cute_ep"
 """Of options in vLLM's `--additional-config`."""
-NAMES = {"max_tokens_per_rank": "--max-num-batched-tokens", "world_size": "expert parallel ranks"}
-WORDS = reports.Words("topk_ids", "--max-num-batched-tokens")
+NAMES = {
+    "max_tokens_per_rank": "--max-num-batched-tokens",
+    "world_size": "expert parallel ranks",
+    "block_rows": "ranks x --max-num-batched-tokens",
+}
+WORDS = pools.Words("topk_ids", "--max-num-batched-tokens")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user can choose, the same on all ranks: `--additional-config '{"cute_ep": {"mode": "exact"}}'`.
-
-    Attributes:
-        mode: of combine, "partial" or "exact".
-        static_rows: a call for which no routing can bring more rows to a rank gets memory for all of them, and the host
-            does not wait. Otherwise, except while a CUDA graph is captured, the host asks for the number of rows.
-        timeout_s: of the communicator.
-        sms: SMs that its kernels may take; None: all.
-    """
+    """What a user can choose, the same on all ranks (docs/vllm.md). `static_rows`: a call for which no routing can
+    bring more rows to a rank gets memory for all of them, and the host does not wait. Otherwise, except while a CUDA
+    graph is captured, the host asks for the number of rows."""
 
     mode: CombineMode = "partial"
     static_rows: int = 32768
@@ -46,7 +43,7 @@ class Options:
         checks.integer(rows, self.static_rows, 0, error=EPConfigError)
         checks.seconds(timeout, self.timeout_s)
         good = self.sms is None or (is_integer(self.sms) and self.sms > 0)
-        require(good, "{} = {!r}: must be a positive integer or None", sms, self.sms, error=EPConfigError)
+        checks.require(good, "{} = {!r}: must be a positive integer or None", sms, self.sms, error=EPConfigError)
 
     @classmethod
     def of(cls, additional: Any) -> Self:
@@ -61,6 +58,9 @@ class Options:
         return cls(**given)
 
 
+DEFAULTS = Options()
+
+
 class CuteEPAll2AllManager(All2AllManagerBase):
     """The communicators of vLLM's expert parallel group, and `halves`: the rounds that wait for their hooks."""
 
@@ -68,17 +68,16 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         """Collective over the group. EPConfigError: it is of several machines."""
         super().__init__(cpu_group)
         rule = "all expert parallel ranks must be on one machine; use another --all2all-backend, or fewer ranks"
-        require(not self.internode, f"all2all_backend: {rule}", error=EPConfigError)
+        checks.require(not self.internode, f"all2all_backend: {rule}", error=EPConfigError)
         checks.group("cpu_group", cpu_group)
         self.pool = GroupPool(cpu_group)
         self.halves = halves.Halves(self.pool, "let go of them, and the next call drops their rounds")
 
     def get_handle(self, kwargs: dict) -> EPCommunicator:
         """The communicator for a `cfg` and `options`; connects where there is none, then collective."""
-        cfg, options = kwargs["cfg"], kwargs["options"]
-        assert isinstance(cfg, EPConfig) and isinstance(options, Options)
-        checks.sms("additional_config['cute_ep']['sms']", options.sms)
-        return self.pool.get(cfg, options.sms, names=NAMES)
+        sms = kwargs["options"].sms
+        checks.sms("additional_config['cute_ep']['sms']", sms)
+        return self.pool.get(kwargs["cfg"], sms, names=NAMES)
 
     def max_sms_used(self) -> int | None:
         """None of those that vLLM would keep from experts: kernels and experts take turns on one stream."""

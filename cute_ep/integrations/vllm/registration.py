@@ -1,19 +1,6 @@
 """Makes `cute_ep` and `cute_ep_batched` values of vLLM's `--all2all-backend`. vLLM 0.33 has no call for that, so parts
-of it are wrapped:
-
-| part | what is added |
-| --- | --- |
-| `ParallelConfig.all2all_backend` | values that are accepted |
-| `ParallelConfig.use_sequence_parallel_moe` | both take tokens that tensor parallel ranks have shared out |
-| `ParallelConfig.use_batched_dp_moe` | `cute_ep_batched` has few tokens by default |
-| `VllmConfig.__post_init__` | both may have micro-batches |
-| `FusedMoEParallelConfig.use_batched_activation_format` | `cute_ep_batched` has batched experts |
-| `DeviceCommunicatorBase.__init__` | the manager, in place of one that a subclass would choose by name |
-| `maybe_make_prepare_finalize` | `CuteEPStandard` or `CuteEPBatched` |
-
-All else of vLLM that asks for the backend's name does then what it does for one that it does not name. With another
-backend the wrapped parts do what they did.
-"""
+of it are wrapped; with another backend they do what they did. All else of vLLM that asks for the backend's name does
+what it does for one that it does not name."""
 
 from __future__ import annotations
 
@@ -40,6 +27,7 @@ def register() -> None:
     if BACKEND in get_args(parallel.All2AllBackend):
         return
     _accept_name()
+    # both take tokens that tensor parallel ranks have shared out; the batched one has few tokens by default
     _extend(parallel.ParallelConfig, "use_sequence_parallel_moe", _shares_out_tokens)
     _extend(parallel.ParallelConfig, "use_batched_dp_moe", _is_batched)
     _allow_ubatches()
@@ -127,7 +115,6 @@ def _make_layers() -> None:
     if before.__module__ == __name__:
         return
     signature = inspect.signature(before)
-
     batched = "use_batched_activation_format"
     _extend(
         config.FusedMoEParallelConfig, batched, lambda own: own.all2all_backend == BATCHED and own.use_all2all_kernels
@@ -158,7 +145,6 @@ def _layer(moe: Any, manager: Any) -> Any:
     from vllm.config.vllm import get_current_vllm_config
 
     from cute_ep.integrations.vllm.batched import CuteEPBatched
-    from cute_ep.integrations.vllm.layer import LayerSizes
     from cute_ep.integrations.vllm.manager import Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
@@ -168,7 +154,7 @@ def _layer(moe: Any, manager: Any) -> Any:
             "with --enable-eplb add redundant experts (num_redundant_experts in --eplb-config)"
         )
     config = get_current_vllm_config()
-    sizes = LayerSizes(moe.hidden_dim, moe.num_experts, moe.experts_per_token, moe.max_num_tokens)
+    sizes = moe.hidden_dim, moe.num_experts, moe.experts_per_token, moe.max_num_tokens
     options = Options.of(config.additional_config)
     if moe.moe_parallel_config.all2all_backend == BATCHED:
         return CuteEPBatched(manager, sizes, options)

@@ -1,8 +1,5 @@
-"""Dispatch and combine around vLLM's experts of standard format: one row per (token, expert), each with one expert.
-
-The rows that dispatch returns are those that the experts get, so vLLM sees top-1 routing with weight 1, and nothing is
-left to weight or reduce. Combine applies the router's weights.
-"""
+"""Dispatch and combine around vLLM's experts of standard format: one row per (token, expert). vLLM sees top-1 routing
+with weight 1, so nothing is left to weight or reduce; combine applies the router's weights."""
 
 from __future__ import annotations
 
@@ -15,56 +12,50 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.v1.worker import workspace
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPConfigError, EPInputError
+from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPInputError
 from cute_ep.integrations.common.checks import as_rows, named_config, require
-from cute_ep.integrations.vllm.layer import MOST, CuteEPLayer, LayerSizes, PrepareInput, Sending, quantize
-from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager, Options
+from cute_ep.integrations.common.pools import OwnSizes
+from cute_ep.integrations.vllm.layer import MOST, CuteEPLayer, PrepareInput, Sending, quantize
+from cute_ep.integrations.vllm.manager import DEFAULTS, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import max_rows
 from cute_ep.runtime.routes import count_routes
 
 
 class CuteEPStandard(CuteEPLayer):
-    """Rows one after the other, of one expert each.
-
-    Blocks of 128 in FP8 travel as such. All other rows travel in bfloat16, and are quantised when they have come.
+    """Rows one after the other, of one expert each. Blocks of 128 in FP8 travel as such. All other rows travel in
+    bfloat16, and are quantised when they have come.
 
     `prepare` returns rows [N, hidden] by expert, source rank, token; their scale factors, or None; rows of each local
     expert; [N, 1] expert ids of the whole model, that of another rank where there is no token; [N, 1] ones. Each
     expert's rows in FP8 are padded with zeros to a multiple of 4.
 
-    It waits on the host for the numbers of rows if there may be more than `Options.static_rows`, unless a CUDA graph is
-    being captured.
-
-    Where vLLM captures CUDA graphs, the memory that its experts compute in does not grow afterwards. So the first call
-    of each micro-batch, in vLLM's profiling run, returns as many rows as `max_tokens` tokens a rank can ever bring.
-    Rows without a token are empty.
+    docs/vllm.md says when it waits on the host for the numbers of rows, and how many rows the first call of each
+    micro-batch, in vLLM's profiling run, returns where vLLM captures CUDA graphs. Rows without a token are empty.
     """
+
+    _made = staticmethod(named_config)
 
     def __init__(
         self,
         manager: CuteEPAll2AllManager,
-        sizes: LayerSizes,
-        options: Options = Options(),  # noqa: B008, it is immutable
+        sizes: OwnSizes,
+        options: Options = DEFAULTS,
         *,
         sp_size: int = 1,
         graphs: bool = False,
     ) -> None:
-        """`sp_size`: ranks that share out a data parallel rank's tokens. `graphs`: whether vLLM captures CUDA
-        graphs."""
-        cfg = named_config(NAMES, (*sizes, manager.world_size), error=EPConfigError, timeout_s=options.timeout_s)
-        super().__init__(manager, cfg, options)
+        """`sp_size`: ranks that share a data parallel rank's tokens. `graphs`: whether vLLM captures CUDA graphs."""
+        super().__init__(manager, sizes, options)
         self._sp_size, self._graphs = sp_size, graphs
         self._called: set[int] = set()  # by which micro-batches
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
-        """One row per (token, expert)."""
         return mk.FusedMoEActivationFormat.Standard
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """Nothing depends on it in this format."""
-        return None
+        return None  # nothing depends on it in this format
 
     def _config_for(self, fused_experts: mk.FusedMoEExperts, fp8: bool) -> EPConfig:
         return replace(self._cfg, dispatch_format="fp8", scale_layout="linear") if fp8 else self._cfg
@@ -95,16 +86,16 @@ class CuteEPStandard(CuteEPLayer):
             ones = torch.ones(numbers.shape, dtype=torch.float32, device=numbers.device)
             return rows, factors, meta, numbers, ones
 
-        return Sending((rows, ids, weights), scales, out, result)
+        return (rows, ids, weights), scales, out, result
 
     def _room(self, topk_ids: Tensor) -> tuple[int, Tensor | None, Tensor]:
-        """What a dispatch makes room for: rows that come, or at most can come, with those that pad an expert's; [L]
-        int32 rows of each local expert on the CPU, None if not known there; [T, K] ids to send, as they were
-        counted."""
+        """Room for rows that come, or at most can come, with those that pad an expert's; [L] int32 rows of each local
+        expert on the CPU, None if not known there; [T, K] ids to send, as they were counted."""
         cfg, tokens = self._cfg, self._cfg.max_tokens_per_rank  # what no rank has more than, the same on all ranks
         context = get_forward_context() if is_forward_context_available() else None
         if context is not None and context.dp_metadata is not None:
-            tokens, own = self._share(int(context.dp_metadata.num_tokens_across_dp_cpu.max())), topk_ids.shape[0]
+            most, own = int(context.dp_metadata.num_tokens_across_dp_cpu.max()), topk_ids.shape[0]
+            tokens = -(-most // self._sp_size)
             require(own <= tokens, MOST, own, tokens, "the most that vLLM says a rank has")
         most, first = self._most_rows(tokens, cfg.top_k), self._is_first()
         if most > self._options.static_rows and not self._manager.pool.capturing():
@@ -120,13 +111,9 @@ class CuteEPStandard(CuteEPLayer):
     def _reserved_rows(self) -> int:
         """What later calls can need: uncounted ones, and counted ones, whose tokens name an expert once."""
         cfg = self._cfg
-        tokens = self._share(cfg.max_tokens_per_rank)
+        tokens = -(-cfg.max_tokens_per_rank // self._sp_size)
         uncounted = min(self._most_rows(tokens, cfg.top_k), self._options.static_rows)
         return max(uncounted, self._most_rows(tokens, min(cfg.top_k, cfg.local_experts)))
-
-    def _share(self, tokens: int) -> int:
-        """Most of a data parallel rank's tokens that one of our ranks sends."""
-        return -(-tokens // self._sp_size)
 
     def _most_rows(self, tokens: int, rows: int) -> int:
         """Of this rank, where each rank has `tokens` tokens, each with as many rows here."""
@@ -142,8 +129,7 @@ class CuteEPStandard(CuteEPLayer):
         return workspace.is_workspace_manager_initialized() and not workspace.current_workspace_manager().is_locked()
 
     def _row_ids(self, batch: Dispatched, rows: int, dtype: torch.dtype) -> Tensor:
-        """[rows, 1] each row's expert, of another rank where there is no token: vLLM's experts skip such rows. They
-        take -1 for the last expert."""
+        """[rows, 1] each row's expert; one of another rank, which vLLM's experts skip unlike -1, where is no token."""
         cfg, rank = self._cfg, self._manager.rank
         first, elsewhere = rank * cfg.local_experts, 0 if rank else cfg.num_experts - 1
         row = torch.arange(rows, dtype=torch.int32, device=batch.row_offsets.device)
