@@ -203,14 +203,15 @@ class RankMail:
         """Pack the own node's [nodes * F, hidden] sums, and put each node's. Returns their landing, for `add_sums`."""
         landing = self._sums_sent % PARITIES if self.engine.queued else 0
         put = self.sums_put(frame, landing)
-        self._pack_sums(sums, self.base + put.source, put.step, put.source_turn, frame, self.cfg.hidden)
+        self._pack_sums(sums, put, frame, self.cfg.hidden)
         self.engine.put(self, Channel.SUMS, [put])
         self._sums_sent += 1
         return landing
 
-    def _pack_sums(self, sums: torch.Tensor, out: int, pitch: int, turn: int, frame: int, columns: int) -> None:
-        group, ctas = self._group(Channel.SUMS), -(-frame // WARPS)
-        args = PackSumsArgs(group, sums.data_ptr(), out, pitch, turn, frame, columns // 8)
+    def _pack_sums(self, sums: torch.Tensor, put: Put, frame: int, columns: int) -> None:
+        """Copy [nodes * F, columns] to where a put takes them from."""
+        group, ctas, out = self._group(Channel.SUMS), -(-frame // WARPS), self.base + put.source
+        args = PackSumsArgs(group, sums.data_ptr(), out, put.step, put.source_turn, frame, columns // 8)
         self._launch("pack_sums", args, ctas)
 
     def sums_put(self, frame: int, landing: int) -> Put:
@@ -255,9 +256,10 @@ class RankMail:
         cfg, columns = self.cfg, self.cfg.top_k * self.cfg.hidden
         pitch = sums_bytes(frame, columns)
         sent, landing = (torch.empty(cfg.nodes, pitch, dtype=torch.uint8, device=rows.device) for _ in range(2))
-        self._pack_sums(rows, sent.data_ptr(), pitch, 0, frame, columns)
         source, to = sent.data_ptr() - self.base, landing.data_ptr() - self.base + self.node * pitch
-        self.engine.put(self, Channel.SUMS, [Put(Piece.ROUTES, source, pitch, to, pitch, pitch)])
+        put = Put(Piece.ROUTES, source, pitch, to, pitch, pitch)
+        self._pack_sums(rows, put, frame, columns)
+        self.engine.put(self, Channel.SUMS, [put])
         return landing
 
     def take_entries(self, landing: torch.Tensor, frame: int) -> torch.Tensor:
