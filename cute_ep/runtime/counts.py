@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from operator import add
 from typing import NamedTuple
@@ -18,10 +19,12 @@ from cute_ep.layouts.maps.routing import RANK_MAJOR
 
 
 @lru_cache(maxsize=256, typed=True)
-def counting_config(words: int, ranks: int, timeout_s: float) -> EPConfig:
+def counting_config(words: int, ranks: int, timeout_s: float, ranks_per_node: int | None = None) -> EPConfig:
     """Of a communicator for one message a rank, which all ranks get: `words` 32-bit words, sent as bfloat16, which
-    moves unchanged."""
-    return EPConfig(2 * words, ranks, ranks, 1, ranks, timeout_s=timeout_s, row_alignment=1, row_order=RANK_MAJOR)
+    moves unchanged. Each rank has as many experts as there are nodes, so a node has one for each rank of all."""
+    experts = ranks * (ranks // (ranks_per_node or ranks))
+    cfg = EPConfig(2 * words, experts, ranks, 1, ranks, timeout_s=timeout_s, row_alignment=1, row_order=RANK_MAJOR)
+    return cfg if ranks_per_node is None else replace(cfg, ranks_per_node=ranks_per_node)
 
 
 class ReceiveCounts(NamedTuple):
@@ -47,15 +50,16 @@ class Counting:
     in inference mode or not.
 
     Attributes:
-        everyone: [1, R] int32 ids.
-        out: memory for R rows.
+        everyone: [1, R] int32 ids, one of each rank.
+        out: memory for R rows, those of a rail one after the other.
         table: these as [R, words] int32: of each rank `RouteCounts.counts`.
     """
 
     @torch.inference_mode(False)
     def __init__(self, communicator: EPCommunicator) -> None:
         self.communicator, ranks = communicator, communicator.cfg.world_size
-        self.everyone = torch.arange(ranks, dtype=torch.int32, device=communicator.device)[None]
+        local = communicator.cfg.local_experts
+        self.everyone = torch.arange(0, ranks * local, local, dtype=torch.int32, device=communicator.device)[None]
         self.out = communicator.allocate(ranks)
         self.table = self.out.tokens.view(torch.int32)
         self._on_host = self.table  # on the CPU
@@ -87,5 +91,6 @@ class Counting:
 
     def _columns(self, first: int, words: int) -> list[Sequence[int]]:
         """By rank, `words` words of the table from `first` on."""
-        begins = range(first, self._on_host.numel(), self.table.shape[1])
-        return [self._words[begin : begin + words] for begin in begins]
+        cfg, pitch = self.communicator.cfg, self.table.shape[1]
+        rows = [rank % cfg.peers * cfg.nodes + cfg.node(rank) for rank in range(cfg.world_size)]
+        return [self._words[first + row * pitch : first + row * pitch + words] for row in rows]

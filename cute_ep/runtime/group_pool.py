@@ -17,7 +17,7 @@ from cute_ep.runtime import connection
 from cute_ep.runtime.counts import Counting, ReceiveCounts, counting_config
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.meeting import Meeting, group_timeout
-from cute_ep.runtime.places import check_member
+from cute_ep.runtime.places import check_member, ranks_per_node
 from cute_ep.runtime.pool import Opened, Opening, Pool, all_sms
 from cute_ep.runtime.routes import RouteCounts
 
@@ -65,6 +65,16 @@ class GroupPool(Pool):
         """See above: a process may choose its GPU after a framework has made this."""
         return own_device()
 
+    @cached_property
+    def ranks_per_node(self) -> int | None:
+        """For `EPConfig.ranks_per_node`; None: all ranks are on one machine. The first time it is collective.
+
+        Raises:
+            EPConfigError, EPError: as of `cute_ep.ranks_per_node`.
+        """
+        found = ranks_per_node(self.group)
+        return None if found == self.size else found
+
     def get(
         self, cfg: EPConfig, sms: int | None = None, opening: Opening = all_sms, names: Mapping[str, str] = SAME
     ) -> EPCommunicator:
@@ -97,18 +107,19 @@ class GroupPool(Pool):
         sms: int | None = None,
         opening: Opening = sms_beside_nccl,
         timeout_s: float | None = None,
+        ranks_per_node: int | None = None,
     ) -> Counting:
         """What exchanges counts of so many words between the ranks.
 
         Args:
             words: a multiple of 4, as of `RouteCounts.counts`.
             sms, opening: as of `get`.
-            timeout_s: as of `EPConfig`; None: this one's.
+            timeout_s, ranks_per_node: as of `EPConfig`; no timeout: this one's.
 
         Raises:
             EPConfigError, EPError: as of `open`.
         """
-        cfg = counting_config(words, self.size, self.timeout_s if timeout_s is None else timeout_s)
+        cfg = counting_config(words, self.size, self.timeout_s if timeout_s is None else timeout_s, ranks_per_node)
         communicator = self.get(cfg, sms, opening)
         found = self._counting.get(communicator)
         if found is None:

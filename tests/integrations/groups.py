@@ -70,12 +70,19 @@ def connect_on_gpu(check: Callable, cfg: EPConfig, group: ThreadGroup, *, sms: i
 
 
 def on_groups(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[ThreadGroup], Any], device: torch.device = CPU
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    program: Callable[[ThreadGroup], Any],
+    device: torch.device = CPU,
+    *,
+    ranks_per_node: int | None = None,
 ) -> list:
-    """What program(group) returns on each rank. Several ranks on a GPU need CUDA_MODULE_LOADING=EAGER: CUDA may load a
-    kernel only once the GPU is idle, and it never is while a rank waits for another one."""
+    """What program(group) returns on each rank, of nodes of so many ranks, None: of one. Several ranks on a GPU need
+    CUDA_MODULE_LOADING=EAGER: CUDA may load a kernel only once the GPU is idle, and it never is while a rank waits for
+    another one."""
     monkeypatch.setattr(connection, "connect_checked", connect if device.type == "cpu" else connect_on_gpu)
     monkeypatch.setattr(group_pool, "gather", lambda group, one: group.on_all_ranks(lambda: one, lambda made: made)[1])
+    monkeypatch.setattr(group_pool, "ranks_per_node", lambda group: ranks_per_node or group.size())
     barrier, given = threading.Barrier(ranks, timeout=30), [None] * ranks
 
     def run(rank: int) -> Any:

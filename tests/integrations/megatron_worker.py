@@ -54,6 +54,7 @@ from cute_ep.api.errors import EPConfigError, EPInputError  # noqa: E402
 from cute_ep.integrations import megatron  # noqa: E402
 from cute_ep.integrations.common import pools  # noqa: E402
 from cute_ep.integrations.common.checks import LEAST_TOKENS  # noqa: E402
+from cute_ep.runtime import group_pool  # noqa: E402
 
 moe_utils.te_general_gemm = None  # a name that 0.16.1 leaves undefined without TransformerEngine
 if DEVICE == "cpu":
@@ -231,6 +232,18 @@ def check_layers() -> None:
             assert torch.equal(one, other) and other.any(), f"{kind}, result {number}, recompute {recompute}"
 
 
+def check_nodes() -> None:
+    """Where each rank is a node all bits are the same."""
+    pools.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_pool, "ranks_per_node", lambda group: 1)
+        check_layers()
+        for pool in pools.SHARED:
+            assert {one.cfg.nodes for one in pool.communicators if one.cfg.world_size > 1} <= {1, 2}
+            assert any(one.cfg.nodes == 2 for one in pool.communicators)
+        pools.close()
+
+
 def check_options() -> None:
     groups = groups_of(True)
     with pytest.raises(EPConfigError, match="overlap_moe_expert_parallel_comm = True"):
@@ -258,6 +271,7 @@ def main(store: Path, rank: int, world: int) -> None:
     check_dispatchers(ep=False)
     check_padding()
     check_layers()
+    check_nodes()
     check_options()
     check_patience()
     megatron.close()

@@ -102,11 +102,13 @@ def test_experts_get_each_row_once_with_its_expert(
 @pytest.mark.parametrize("mode", ["partial", "exact"])
 @pytest.mark.parametrize("static_rows", [10_000, 0], ids=["static", "counted"])
 @pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("ranks_per_node", [None, 1], ids=["one node", "nodes"])
 def test_outputs_are_weighted_sums(
-    stubs: dict, monkeypatch: Patch, routing: str, static_rows: int, mode: str, how: str
+    stubs: dict, monkeypatch: Patch, ranks_per_node: int | None, routing: str, static_rows: int, mode: str, how: str
 ) -> None:
+    """Nodes of one rank change no bit."""
     rounds = [inputs(routing, seed) for seed in (1, 2, 3)]
-    options = {"mode": mode, "static_rows": static_rows}
+    options = {"mode": mode, "static_rows": static_rows, "ranks_per_node": ranks_per_node}
     got = run(monkeypatch, lambda one: [whole(one, given, how)[1] for given in rounds], **options)
     for rank, outputs in enumerate(got):
         for output, given in zip(outputs, rounds, strict=True):
@@ -152,7 +154,11 @@ def test_experts_may_write_to_the_output(stubs: dict, monkeypatch: Patch) -> Non
         assert_bits(output, want.bfloat16(), f"rank {rank}")
 
 
-def test_room_is_for_the_most_tokens_that_vllm_says_a_rank_has(stubs: dict, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("ranks_per_node", [None, 1], ids=["one node", "nodes"])
+def test_room_is_for_the_most_tokens_that_vllm_says_a_rank_has(
+    stubs: dict, monkeypatch: Patch, ranks_per_node: int | None
+) -> None:
+    """Over nodes it is also the frame."""
     from cute_ep.integrations.vllm import standard
 
     metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([24, 0, 13], dtype=torch.int32))
@@ -162,14 +168,19 @@ def test_room_is_for_the_most_tokens_that_vllm_says_a_rank_has(stubs: dict, monk
 
     def program(one: Layer) -> int:
         one.layer._sp_size = 2
-        made, _ = whole(one, given, "finalize")
+        metadata.num_tokens_across_dp_cpu = torch.tensor([24, 0, 13])
+        made = prepare(one, given[one.rank])
+        (batch, _) = one.layer._batches[0]
+        assert batch.frame == (None if ranks_per_node is None else 12)
+        finalize(one, torch.empty_like(given[one.rank].x), apply_experts(made[0], made[3]))
+        one.group.on_all_ranks(lambda: None)
         if one.rank == 0:
             metadata.num_tokens_across_dp_cpu = torch.tensor([22, 0, 13])
             with pytest.raises(EPInputError, match="must not exceed 11"):
                 prepare(one, given[0])
         return len(made[0])
 
-    assert run(monkeypatch, program) == [TMAX * RANKS * SLOTS] * RANKS
+    assert run(monkeypatch, program, ranks_per_node=ranks_per_node) == [TMAX * RANKS * SLOTS] * RANKS
 
 
 @pytest.mark.parametrize("static_rows", [10_000, 0], ids=["static", "counted"])
@@ -216,8 +227,8 @@ def test_the_first_call_makes_room_for_no_more_than_can_come(
     options, manager = standard.Options(static_rows=1), SimpleNamespace(world_size=8, pool=pool)
     layer = standard.CuteEPStandard(manager, tuple(sizes.values()), sp_size=shared_by, graphs=True, options=options)
     most, ids = 8 * -(-1023 // shared_by), torch.zeros(1, top_k, dtype=torch.int64)
-    assert layer._room(ids)[0] == most * min(top_k, experts // 8)
-    assert layer._room(ids)[0] == 8 * 1023 * top_k
+    assert layer._room(ids, 1023)[0] == most * min(top_k, experts // 8)
+    assert layer._room(ids, 1023)[0] == 8 * 1023 * top_k
 
 
 def test_experts_that_return_other_rows_are_refused(stubs: dict) -> None:

@@ -161,13 +161,18 @@ def test_other_rows_are_quantised_in_their_blocks(monkeypatch: Patch, per_row: b
 @pytest.mark.parametrize("how", ["finalize", "finalize_async"])
 @pytest.mark.parametrize("mode", ["partial", "exact"])
 @pytest.mark.parametrize("routing", ["uniform", "masked", "one_rank"])
-def test_outputs_are_weighted_sums(monkeypatch: Patch, routing: str, mode: str, how: str) -> None:
+@pytest.mark.parametrize("ranks_per_node", [None, 1], ids=["one node", "nodes"])
+def test_outputs_are_weighted_sums(
+    monkeypatch: Patch, ranks_per_node: int | None, routing: str, mode: str, how: str
+) -> None:
+    """Nodes of one rank change no bit."""
+    options = {"mode": mode, "ranks_per_node": ranks_per_node}
     rounds = [inputs(routing, seed) for seed in (1, 2)]
 
     def program(one: Layer) -> list[torch.Tensor]:
         return [one_round(one, given, how) for given in rounds]
 
-    for rank, outputs in enumerate(run(monkeypatch, program, batched=True, mode=mode)):
+    for rank, outputs in enumerate(run(monkeypatch, program, batched=True, **options)):
         for output, given in zip(outputs, rounds, strict=True):
             assert_bits(output, expected_sum(given[rank], mode), f"rank {rank}")
 

@@ -163,20 +163,6 @@ def test_elastic_groups_are_refused(parts: Parts) -> None:
         parts.communicator("cute_ep", global_ranks=[0, 1])
 
 
-def test_several_machines_are_refused(parts: Parts) -> None:
-    from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
-
-    before = parts.base.All2AllManagerBase.__init__
-
-    def init(self: Any, cpu_group: Any, tcp_store_group: Any = None) -> None:
-        before(self, cpu_group)
-        self.internode = True
-
-    parts.base.All2AllManagerBase.__init__ = init
-    with pytest.raises(EPConfigError, match="on one machine"):
-        CuteEPAll2AllManager(SimpleNamespace(rank=lambda: 0, size=lambda: 2))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("where", ["utils", "early"])
 def test_layers_are_ours(parts: Parts, where: str) -> None:
     manager = parts.communicator("cute_ep").all2all_manager

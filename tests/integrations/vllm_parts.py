@@ -156,6 +156,7 @@ def run(
     quant: dict | None = None,
     top_k: int = SLOTS,
     batched: bool = False,
+    ranks_per_node: int | None = None,
     **options: Any,
 ) -> list:
     """What program(layer) returns on each rank."""
@@ -174,7 +175,7 @@ def run(
         finally:
             made.destroy()
 
-    return on_groups(monkeypatch, RANKS, on_rank)
+    return on_groups(monkeypatch, RANKS, on_rank, ranks_per_node=ranks_per_node)
 
 
 def inputs(routing: str, seed: int = 7) -> list[RankInputs]:

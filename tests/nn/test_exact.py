@@ -138,3 +138,9 @@ def test_rows_of_no_token_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", poisoned)
     poison_new_buffers(monkeypatch)
     check(config(3), TOKENS[3], "masked")
+
+
+@pytest.mark.parametrize("routing", ["uniform", "masked"])
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_layers_over_nodes(ranks_per_node: int, routing: str) -> None:
+    check(config(4, num_experts=12, ranks_per_node=ranks_per_node), (9, 0, 7, 2), routing)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -81,14 +82,15 @@ class Halves:
         received: Callable[[Dispatched], object],
         *,
         hooked: bool,
-        scales: torch.Tensor | None = None,
+        **options: Any,
     ) -> Hook | None:
-        """Send rows, ids and weights, behind `make_way`. `received` gets the batch: now, or if `hooked` from a hook."""
+        """Send rows, ids and weights, with `options` of a dispatch, behind `make_way`. `received` gets the batch: now,
+        or if `hooked` from a hook."""
         captured = self._pool.note_capture(communicator)
         if not hooked:
-            received(communicator.dispatch(*sent, out=out, scales=scales))
+            received(communicator.dispatch(*sent, out=out, **options))
             return None
-        pending = communicator.dispatch_async(*sent, scales=scales)
+        pending = communicator.dispatch_async(*sent, **options)
 
         def wait() -> Dispatched:
             return communicator.dispatch_wait(pending, out)

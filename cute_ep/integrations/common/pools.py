@@ -4,6 +4,7 @@ found wrong with the contents of tensors."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,17 +27,17 @@ def close() -> None:
     SHARED.close()
 
 
-def config_for(pool: GroupPool, names: Names, own: OwnSizes, row_alignment: int | None = None) -> EPConfig:
+def config_for(pool: GroupPool, names: Names, own: OwnSizes, **options: Any) -> EPConfig:
     """That of `communicator_for`. EPInputError: an argument breaks its rule."""
-    return roomy_config(names, (*own, pool.size), timeout_s=pool.timeout_s, row_alignment=row_alignment)
+    return roomy_config(names, (*own, pool.size), timeout_s=pool.timeout_s, **options)
 
 
 def communicator_for(
-    pool: GroupPool, names: Names, own: OwnSizes, row_alignment: int | None = None, sms: int | None = None
+    pool: GroupPool, names: Names, own: OwnSizes, sms: int | None = None, **options: Any
 ) -> EPCommunicator:
     """One of a `config_for` these, which waits for late ranks as long as the group does. EPConfigError, EPError: as of
-    `GroupPool.get`; without a number of `sms` it leaves some to NCCL."""
-    return pool.get(config_for(pool, names, own, row_alignment), sms, sms_beside_nccl, names)
+    `GroupPool.get`; without a number of `sms` it leaves some to NCCL. `options`: other fields of EPConfig."""
+    return pool.get(config_for(pool, names, own, **options), sms, sms_beside_nccl, names)
 
 
 @dataclass(frozen=True)

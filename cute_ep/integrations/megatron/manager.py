@@ -32,7 +32,7 @@ WORDS = pools.Words("token_indices", "hidden_states")
 
 class CuteEPManager(token_dispatcher._DispatchManager):
     """How `MoEFlexTokenDispatcher` sends tokens to experts and back. Made by Megatron, one a layer, for a `group` of TP
-    x EP ranks, all on one machine; `num_experts` and `router_topk` are of all of them.
+    x EP ranks, on one machine or several (docs/nodes.md); `num_experts` and `router_topk` are of all of them.
 
     Rows come by expert, in one block each, so there is no permutation. Experts multiply by the probabilities, which
     travel as float32, and so do their gradients; combine adds up. Kernels run on the current stream, whatever
@@ -93,14 +93,15 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         checks.most("hidden_states.shape[0]", tokens, FEWER)
         checks.require(tokens == routed, "hidden_states.shape[0] = {}: must be {}, as of routing_map", tokens, routed)
         checks.given("routing_map", self.token_indices, device=ranks.device)
-        sizes, alignment = (self.num_experts, self.router_topk), self.row_alignment
-        pools.config_for(ranks, NAMES, (hidden, *sizes, tokens), alignment)
+        sizes, nodes = (self.num_experts, self.router_topk), ranks.ranks_per_node
+        made = {"row_alignment": self.row_alignment, "ranks_per_node": nodes}
+        pools.config_for(ranks, NAMES, (hidden, *sizes, tokens), **made)
         routes = count_routes(self.token_indices, self.num_experts, self.group.size())
-        counts = ranks.exchange_counts(routes, self.num_experts, sms=sms)
-        every = counts.padded(alignment)
+        counts = ranks.exchange_counts(routes, self.num_experts, sms=sms, ranks_per_node=nodes)
+        every = counts.padded(self.row_alignment)
         self.tokens_per_expert = torch.tensor(every, device="cpu")
         comm, scalars = (
-            cute_ep.ops.register(pools.communicator_for(ranks, NAMES, (columns, *sizes, counts.tokens), alignment, sms))
+            cute_ep.ops.register(pools.communicator_for(ranks, NAMES, (columns, *sizes, counts.tokens), sms, **made))
             for columns in (hidden, SCALAR_HIDDEN)
         )
         received = dispatch_weighted(

@@ -94,7 +94,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
                 "moe_comm_backend='hybridep', whose configuration says how many tokens there are"
             )
         sizes = hidden, self.num_experts, self.top_k, tokens
-        made = pools.communicator_for(self._ranks(), NAMES, sizes, self.alignment, self.config.sms)
+        made = pools.communicator_for(self._ranks(), NAMES, sizes, self.config.sms, row_alignment=self.alignment)
         self.communicator, self._room = cute_ep.ops.register(made), room_for(tokens)
 
     def dispatch(
@@ -118,7 +118,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
             checks.given("topk_expert_ids_TK", topk_expert_ids_TK, shape=shape, dtype=types, device=pool.device)
             checks.given("num_local_tokens_per_expert_E", counts, shape=(self.num_experts,), device=pool.device)
             sizes = x_TD.shape[1], self.num_experts, self.top_k, x_TD.shape[0]
-            pools.config_for(pool, NAMES, sizes, self.alignment)
+            pools.config_for(pool, NAMES, sizes, row_alignment=self.alignment)
         (tokens, hidden), name = x_TD.shape, self.communicator
         if name is None or tokens > self._room or not (compiling or is_open(name)):  # compiled code keeps its own
             self._connect(hidden, tokens)

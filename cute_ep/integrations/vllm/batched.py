@@ -81,7 +81,7 @@ class CuteEPBatched(CuteEPLayer):
             made = (blocks.rows, blocks.scales) if as_it_is else _quantized(blocks, quant)
             return *made, mk.ExpertTokensMetadata(batch.row_counts, None), None, None
 
-        return (rows, given.topk_ids.contiguous(), weights), None, blocks.out, result
+        return (rows, given.topk_ids.contiguous(), weights), {}, blocks.out, result
 
 
 def _quantized(blocks: Blocks, quant: FusedMoEQuantConfig) -> tuple[Tensor, Tensor | None]:

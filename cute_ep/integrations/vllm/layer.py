@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +25,9 @@ from cute_ep.layouts.maps.formats import BF16, FP8
 
 MOST = "a1.shape[0] = {}: must not exceed {}, {}"
 """Rule for the tokens of a call, the most, and what those come from."""
-Sending = tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, DispatchBuffers, Callable[[Dispatched], Any]]
-"""What a dispatch is given: rows, ids, weights; scale factors of rows that are quantised already; memory. And what
-makes of its batch what vLLM gets: called once, behind it and in the thread of the batch."""
+Sending = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], DispatchBuffers, Callable[[Dispatched], Any]]
+"""What a dispatch is given: rows, ids, weights; options, as scale factors of quantised rows; memory. And what makes of
+its batch what vLLM gets: called once, behind it and in the thread of the batch."""
 PREPARE, FINALIZE = "prepare", "finalize"
 QUANTIZED_BY = (
     *("quant_dtype", "per_act_token_quant", "block_shape", "is_scale_swizzled", "is_scale_transposed", "mx_alignment"),
@@ -87,7 +88,8 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         blocks, quant = fused_experts.quant_config.block_shape, fused_experts.quant_config
         square = blocks is not None and list(blocks) == [FP8.block, FP8.block]
         fp8 = square and quant.quant_dtype == torch.float8_e4m3fn and not quant.is_scale_transposed
-        self._cfg = self._config_for(fused_experts, fp8 and not fused_experts.expects_unquantized_inputs)
+        cfg = self._config_for(fused_experts, fp8 and not fused_experts.expects_unquantized_inputs)
+        self._cfg = replace(cfg, ranks_per_node=self._manager.pool.ranks_per_node)
         self._communicator = self._manager.get_handle({"cfg": self._cfg, "options": self._options})
 
     @abstractmethod
@@ -162,9 +164,9 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         rows, weights = given.a1, given.topk_weights.float().contiguous()
         if given.weighted:
             rows, weights = rows * given.topk_weights.to(rows.dtype), torch.ones_like(weights)
-        sent, scales, out, result = self._sending(given, as_rows(rows), weights)
+        sent, options, out, result = self._sending(given, as_rows(rows), weights)
         received: list[Dispatched] = []
-        hook = halves.dispatch(communicator, PREPARE, sent, out, received.append, hooked=hooked, scales=scales)
+        hook = halves.dispatch(communicator, PREPARE, sent, out, received.append, hooked=hooked, **options)
 
         def receiver() -> mk.PrepareResultType:
             made = result(received[0])

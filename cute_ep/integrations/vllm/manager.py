@@ -65,10 +65,8 @@ class CuteEPAll2AllManager(All2AllManagerBase):
     """The communicators of vLLM's expert parallel group, and `halves`: the rounds that wait for their hooks."""
 
     def __init__(self, cpu_group: dist.ProcessGroup) -> None:
-        """Collective over the group. EPConfigError: it is of several machines."""
+        """Collective over the group."""
         super().__init__(cpu_group)
-        rule = "all expert parallel ranks must be on one machine; use another --all2all-backend, or fewer ranks"
-        checks.require(not self.internode, f"all2all_backend: {rule}", error=EPConfigError)
         checks.group("cpu_group", cpu_group)
         self.pool = GroupPool(cpu_group)
         self.halves = halves.Halves(self.pool, "let go of them, and the next call drops their rounds")

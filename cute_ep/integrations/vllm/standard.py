@@ -69,7 +69,8 @@ class CuteEPStandard(CuteEPLayer):
                 kind = None if scales is None else scales.dtype
                 raise EPInputError(f"vLLM's scale factors are {kind}: must be torch.float32, one for 128 elements")
             rows, scales = as_rows(rows), scales.contiguous()
-        room, counted, ids = self._room(given.topk_ids)
+        tokens = self._most_tokens(given.topk_ids.shape[0])
+        room, counted, ids = self._room(given.topk_ids, tokens)
         communicator = self._connected()
         out = DispatchBuffers.carve(communicator.cfg, communicator.device, max(room, 1))
 
@@ -86,22 +87,28 @@ class CuteEPStandard(CuteEPLayer):
             ones = torch.ones(numbers.shape, dtype=torch.float32, device=numbers.device)
             return rows, factors, meta, numbers, ones
 
-        return (rows, ids, weights), scales, out, result
+        frame = tokens if self._cfg.nodes > 1 else None
+        return (rows, ids, weights), {"scales": scales, "frame": frame}, out, result
 
-    def _room(self, topk_ids: Tensor) -> tuple[int, Tensor | None, Tensor]:
+    def _most_tokens(self, own: int) -> int:
+        """What no rank has more than, the same on all ranks; `own`: tokens of this one."""
+        context = get_forward_context() if is_forward_context_available() else None
+        if context is None or context.dp_metadata is None:
+            return self._cfg.max_tokens_per_rank
+        tokens = -(-int(context.dp_metadata.num_tokens_across_dp_cpu.max()) // self._sp_size)
+        require(own <= tokens, MOST, own, tokens, "the most that vLLM says a rank has")
+        return tokens
+
+    def _room(self, topk_ids: Tensor, tokens: int) -> tuple[int, Tensor | None, Tensor]:
         """Room for rows that come, or at most can come, with those that pad an expert's; [L] int32 rows of each local
         expert on the CPU, None if not known there; [T, K] ids to send, as they were counted."""
-        cfg, tokens = self._cfg, self._cfg.max_tokens_per_rank  # what no rank has more than, the same on all ranks
-        context = get_forward_context() if is_forward_context_available() else None
-        if context is not None and context.dp_metadata is not None:
-            most, own = int(context.dp_metadata.num_tokens_across_dp_cpu.max()), topk_ids.shape[0]
-            tokens = -(-most // self._sp_size)
-            require(own <= tokens, MOST, own, tokens, "the most that vLLM says a rank has")
+        cfg = self._cfg
         most, first = self._most_rows(tokens, cfg.top_k), self._is_first()
         if most > self._options.static_rows and not self._manager.pool.capturing():
             routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size)
             asked = {"sms": self._options.sms, "timeout_s": self._options.timeout_s}
-            counts = self._manager.pool.exchange_counts(routes, cfg.num_experts, **asked)
+            nodes = cfg.ranks_per_node
+            counts = self._manager.pool.exchange_counts(routes, cfg.num_experts, **asked, ranks_per_node=nodes)
             if first:
                 return self._reserved_rows(), None, routes.ids
             entries = torch.tensor(counts.entries, dtype=torch.int32, device="cpu")
