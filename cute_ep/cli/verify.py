@@ -4,6 +4,7 @@ shapes and options; exit code 1 when any byte differs."""
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,9 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from cute_ep.api.config import EPConfig
-from cute_ep.api.errors import EPError
+from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.types import FormatName
 from cute_ep.cli.common import add_device_arguments, one_thread_on_a_cpu, seconds_text, write_json
+from cute_ep.cli.ranks import LocalRanks, OneRank, Ranks
 from cute_ep.layouts.maps.formats import FORMATS, formats_of
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class Case:
     routing: str
     options: str
     split: bool
+    ranks_per_node: int | None = None
 
     @property
     def text(self) -> str:
@@ -82,13 +85,17 @@ class Case:
     def cfg(self) -> EPConfig:
         """The deployment; EPConfigError when the format cannot hold the rows."""
         shape = (self.hidden, self.num_experts, self.top_k, max(1, *self.tokens), len(self.tokens))
-        return EPConfig(*shape, cast(FormatName, self.fmt), TIMEOUT_S, **OPTIONS[self.options].config)
+        options = OPTIONS[self.options].config | {"ranks_per_node": self.ranks_per_node}
+        return EPConfig(*shape, cast(FormatName, self.fmt), TIMEOUT_S, **options)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `cute-ep verify`."""
     add_device_arguments(parser)
     parser.add_argument("--quick", action="store_true", help="small shapes, 4 batch sizes, 2 routings: on a CPU always")
+    parser.add_argument(
+        "--nodes", action="store_true", help="this is one rank of several, started by torchrun, whose ranks are a node"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, cases, times and outcomes")
 
 
@@ -120,6 +127,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Check every case, one line each. Returns 0, or 1 when a case failed; EPError when nothing can be connected."""
     from cute_ep.bench.machine import parse_devices
 
+    if args.nodes:
+        return run_rank(args, console)
     devices = parse_devices(args.devices, or_cpu=True)
     with one_thread_on_a_cpu(devices):
         return run_on(devices, args, console)
@@ -127,31 +136,62 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def run_on(devices: list[str], args: argparse.Namespace, console: Console) -> int:
     """`run` once the devices are known."""
-    from cute_ep.bench.machine import describe_devices, environment
+    from cute_ep.bench.machine import describe_devices
 
-    on_cpu, ranks = devices[0] == "cpu", len(devices)
-    quick = args.quick or on_cpu
-    shapes, sizes = (QUICK_SHAPES, QUICK_TOKENS) if quick else (SHAPES, TOKENS)
-    routings = QUICK_ROUTINGS if quick else ROUTINGS
     console.print(describe_devices(devices), highlight=False, soft_wrap=True)
-    if on_cpu:
+    if devices[0] == "cpu":
         console.print(
             "checked here: the reference backend's rounds against the reference functions, the cases of --quick only",
             soft_wrap=True,
         )
+    return check_all(LocalRanks(devices, args.library), args, console)
+
+
+def run_rank(args: argparse.Namespace, console: Console) -> int:
+    """`run` of one rank of several, all of which make the same calls; that of rank 0 prints what is right."""
+    import torch
+    import torch.distributed as dist
+
+    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name not in os.environ]
+    if missing:
+        rule = "run it on each node as torchrun ... -m cute_ep verify --nodes"
+        raise EPConfigError(f"--nodes: {', '.join(missing)} must be set; {rule}")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo")
+    try:
+        console.quiet = dist.get_rank() != 0
+        ranks, per_node = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+        what = "GPUs" if torch.cuda.is_available() else "the reference backend"
+        console.print(f"{ranks} ranks of {what}, {per_node} of each node", highlight=False)
+        return check_all(OneRank(ranks, per_node, args.library), args, console)
+    finally:
+        dist.destroy_process_group()
+
+
+def check_all(ranks: Ranks, args: argparse.Namespace, console: Console) -> int:
+    """Check all cases on some ranks. Returns 0, or 1 when one failed."""
+    from cute_ep.bench.machine import environment
+
+    quick = args.quick or ranks.devices[0] == "cpu"
+    shapes, sizes = (QUICK_SHAPES, QUICK_TOKENS) if quick else (SHAPES, TOKENS)
+    routings, count = QUICK_ROUTINGS if quick else ROUTINGS, ranks.count
     started, outcomes = time.perf_counter(), []
     for hidden, experts, top_k in shapes:
-        shape = (hidden, -(-max(experts, top_k) // ranks) * ranks, top_k)
-        group = _Group(devices, args.library, max(*sizes, OPTION_TOKENS))
+        least = max(experts, top_k * (count // (ranks.per_node or count)))
+        shape = (hidden, -(-least // count) * count, top_k)
+        group = _Group(ranks, max(*sizes, OPTION_TOKENS))
         try:
-            for case in cases_of(shape, ranks, sizes, routings):
-                outcomes.append(_check(group, case, console))
+            for case in cases_of(shape, count, sizes, routings):
+                case = replace(case, ranks_per_node=ranks.per_node)
+                if ranks.per_node is None or not OPTIONS[case.options].config.get("fused_shared_expert"):
+                    outcomes.append(_check(group, case, console))
         finally:
             group.close()
     failed = [row for row in outcomes if row["error"]]
     took = seconds_text(time.perf_counter() - started)
     if args.json:
-        write_json(args.json, {"machine": environment(devices, args.command_line), "cases": outcomes})
+        write_json(args.json, {"machine": environment(ranks.devices, args.command_line), "cases": outcomes})
     if failed:
         console.print(f"[red]{len(failed)} of {len(outcomes)} cases differ or failed[/], {took}")
         return 1
@@ -163,8 +203,8 @@ class _Group:
     """What the cases of one shape share: the communicators of the latest configuration, made again when it changes and
     after a failure, and the batches, which are the same in every format."""
 
-    def __init__(self, devices: list[str], library: str | None, max_tokens: int) -> None:
-        self.devices, self.library, self.max_tokens = devices, library, max_tokens
+    def __init__(self, ranks: Ranks, max_tokens: int) -> None:
+        self.ranks, self.max_tokens = ranks, max_tokens
         self._cfg: EPConfig | None = None
         self._open: Sequence = ()
         self._batches: dict[tuple, list[RankInputs]] = {}
@@ -175,19 +215,18 @@ class _Group:
 
         key = (case.tokens, case.routing)
         if key not in self._batches:
-            cfg = EPConfig(case.hidden, case.num_experts, case.top_k, max(1, *case.tokens), len(case.tokens))
+            shape = (case.hidden, case.num_experts, case.top_k, max(1, *case.tokens), len(case.tokens))
+            cfg = EPConfig(*shape, ranks_per_node=case.ranks_per_node)
             self._batches[key] = make_inputs(cfg, case.tokens, case.routing, seed=sum(case.tokens))
         made = self._batches[key]
         return made[:1] * len(made) if case.cfg.skip_a2a else made
 
     def communicators(self, case: Case) -> Sequence:
-        """All ranks."""
-        from cute_ep.runtime.connection import connect_local
-
+        """The ranks of this process."""
         cfg = replace(case.cfg, max_tokens_per_rank=self.max_tokens)
         if cfg != self._cfg:
             self.close()
-            self._open, self._cfg = connect_local(cfg, self.devices, library=self.library), cfg
+            self._open, self._cfg = self.ranks.connect(cfg), cfg
         return self._open
 
     def close(self) -> None:
@@ -207,13 +246,15 @@ def _check(group: _Group, case: Case, console: Console) -> dict:
     if "dtype" in wanted:
         wanted["dtype"] = getattr(torch, wanted["dtype"])
     inputs, communicators = group.inputs(case), group.communicators(case)
-    start, error = time.perf_counter(), None
+    start, error, broken = time.perf_counter(), None, False
     try:
         check_round(communicators, inputs, RoundOptions(case.split, **wanted))
     except (AssertionError, EPError) as failure:
-        error = f"{type(failure).__name__}: {failure}"
-        if isinstance(failure, EPError):
-            group.close()
+        error, broken = f"{type(failure).__name__}: {failure}", isinstance(failure, EPError)
+    errors = group.ranks.errors(error)
+    if broken or (errors and len(communicators) < case.cfg.world_size):  # other processes may have made more calls
+        group.close()
+    error = "; ".join(errors) or None
     seconds = time.perf_counter() - start
     mark = "[red]FAIL[/]" if error else "[green]ok[/]  "
     console.print(f"{mark} {case.text}  {seconds_text(seconds)}", highlight=False, soft_wrap=True)
