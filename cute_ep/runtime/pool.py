@@ -5,7 +5,7 @@
 | Who shares a communicator? | Users of one pool. `serves` says which calls one takes; a layer takes its own \
 configuration only. Of several the roomiest is found. One that was closed is found no more. |
 | What does `sms` mean? | A number is a demand: only what was opened for the same demand is found. None takes any, and \
-what is opened then gets as many as `opening` says. |
+what is opened then gets as many as `opening` says, over nodes FREE_SMS fewer. |
 | What if a rank cannot open? | All ranks raise, the others with the rank's name and reason, and none keeps any. \
 What was open before stays. |
 | What if a round has failed? | The communicator counts as open, since the round may have failed on this rank only: \
@@ -33,6 +33,7 @@ import torch
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.layouts.maps.launch import FREE_SMS
 
 LOG = logging.getLogger(__name__)
 Opening = Callable[[torch.device], "int | None"]
@@ -150,6 +151,8 @@ class Pool:
             self._make_way(cfg)
         LOG.info("connecting for %s", cfg)
         given = opening(self.device) if sms is None else sms
+        if sms is None and given is not None and cfg.nodes > 1:  # exchanges between nodes take as many beside others'
+            given = max(1, given - FREE_SMS)
         made = Opened(self._connect(cfg, check, sms=given, **options), sms)
         self._open.append(made)
         self.communicators += made.communicators

@@ -132,9 +132,11 @@ def test_of_several_the_roomiest_is_found(kind: int, opened: list) -> None:
     assert pool.communicators == [made[0].first, made[2].first]
 
 
-@pytest.mark.parametrize(("asked", "sms"), [(None, 124), (20, 20)])
-def test_nccl_kernels_have_sms_unless_somebody_says_how_many(monkeypatch: Patch, asked: int | None, sms: int) -> None:
-    """`tests/gpu/nccl_worker.py` shows what happens without."""
+@pytest.mark.parametrize(("asked", "nodes", "sms"), [(None, 1, 124), (None, 2, 116), (20, 1, 20), (20, 2, 20)])
+def test_nccl_kernels_have_sms_unless_somebody_says_how_many(
+    monkeypatch: Patch, asked: int | None, nodes: int, sms: int
+) -> None:
+    """`tests/gpu/nccl_worker.py` shows what happens without. Over nodes our own exchanges take as many as others'."""
     said: list[int | None] = []
     hopper = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -146,7 +148,8 @@ def test_nccl_kernels_have_sms_unless_somebody_says_how_many(monkeypatch: Patch,
         connection, "connect_checked", lambda check, cfg, group, sms: said.append(sms) or connect_reference(cfg)[0]
     )
     group: Any = Group()
-    GroupPool(group).get(ONE, asked, sms_beside_nccl)
+    cfg = ONE if nodes == 1 else EPConfig(64, 2, 1, 64, 2, ranks_per_node=1)
+    GroupPool(group).get(cfg, asked, sms_beside_nccl)
     assert said == [sms] and sms_beside_nccl(CPU) is None
 
 
