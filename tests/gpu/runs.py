@@ -54,7 +54,8 @@ class Batch:
         columns: list[list[torch.Tensor]] = [[], [], []]
         for rank in range(ranks):
             last = 0 < rank == ranks - 1
-            tokens = 0 if last and case.idle else TOKENS[case.tokens][(number + 2 * rank) % 7]
+            some = min(TOKENS[case.tokens][(number + 2 * rank) % 7], self.cfg.max_tokens_per_rank)
+            tokens = 0 if last and case.idle else some
             routing = "one_rank" if last else ROUTINGS[(number + rank) % len(ROUTINGS)]
             inputs = make_rank_inputs(self.cfg, rank, tokens, routing, seed + number)
             for column, tensor in zip(columns, vars(inputs).values(), strict=True):

@@ -109,6 +109,7 @@ def on_buffers(
     program: Callable[[Any], Any],
     make: Callable[[Any], Any] = Buffer,
     device: torch.device = CPU,
+    ranks_per_node: int | None = None,
 ) -> list:
     """What program(buffer) returns on each rank, as `on_groups`; `make` makes a buffer of a group."""
 
@@ -120,7 +121,7 @@ def on_buffers(
         finally:
             buffer.destroy()
 
-    return on_groups(monkeypatch, ranks, run, device)
+    return on_groups(monkeypatch, ranks, run, device, ranks_per_node=ranks_per_node)
 
 
 def entries(num_experts: int, ranks: int, rank: int, ids: list[torch.Tensor]) -> list[tuple[int, int, dict[int, int]]]:

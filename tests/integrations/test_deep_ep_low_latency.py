@@ -17,7 +17,8 @@ from cute_ep.testing.workloads import ROUTINGS, RankInputs, make_inputs
 from .groups import entries, on_buffers, wide_ids
 
 HIDDEN, EXPERTS, SLOTS, MOST = 1024, 12, 3, 10
-TOKENS = {2: (9, 5), 3: (9, 0, 7)}
+TOKENS = {2: (9, 5), 3: (9, 0, 7), 4: (9, 0, 7, 3)}
+NODES = pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (3, None), (3, 1), (4, 2)])
 RANKS = pytest.mark.parametrize("ranks", [2, 3])
 HOOK = pytest.mark.parametrize("hook", [False, True], ids=["at once", "hook"])
 ROWS = {
@@ -47,11 +48,14 @@ def call(method: Any, *arguments: Any, hook: bool, **options: Any) -> tuple:
     return tuple(got)
 
 
-@RANKS
+@NODES
 @HOOK
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("routing", ["masked", "one_rank"])
-def test_dispatch_fills_a_block_per_expert(monkeypatch: Patch, ranks: int, hook: bool, kind: str, routing: str) -> None:
+def test_dispatch_fills_a_block_per_expert(
+    monkeypatch: Patch, ranks: int, per_node: int | None, hook: bool, kind: str, routing: str
+) -> None:
+    """Over nodes by rail, then node."""
     given, (options, fmt) = inputs(ranks, routing), ROWS[kind]
     ids, local = wide_ids(given), EXPERTS // ranks
 
@@ -61,7 +65,8 @@ def test_dispatch_fills_a_block_per_expert(monkeypatch: Patch, ranks: int, hook:
         more = {"cumulative_local_expert_recv_stats": stats, **options}
         return *call(buffer.low_latency_dispatch, *arguments, hook=hook, **more), stats
 
-    for rank, (rows, counts, handle, stats) in enumerate(on_buffers(monkeypatch, ranks, program)):
+    made = on_buffers(monkeypatch, ranks, program, ranks_per_node=per_node)
+    for rank, (rows, counts, handle, stats) in enumerate(made):
         payload, scales = rows if isinstance(rows, tuple) else (rows, None)
         src_info, layout_range, *sizes = handle
         assert tuple(sizes) == (MOST, HIDDEN, EXPERTS) and payload.shape == (local, ranks * MOST, HIDDEN)
@@ -71,6 +76,7 @@ def test_dispatch_fills_a_block_per_expert(monkeypatch: Patch, ranks: int, hook:
             assert scales.shape == (local, ranks * MOST, factors) and scales.stride(1) == 1
         for expert in range(local):
             places = [(s, t) for s, t, own in entries(EXPERTS, ranks, rank, ids) for e in own.values() if e == expert]
+            places.sort(key=lambda one: (one[0] % (per_node or ranks), one))
             count = len(places)
             assert counts[expert] == count and stats[expert] == 5 + count
             assert src_info[expert, :count].tolist() == [t for _, t in places]
@@ -88,11 +94,13 @@ def test_dispatch_fills_a_block_per_expert(monkeypatch: Patch, ranks: int, hook:
                 assert_bits(got, want.scales, "scales")
 
 
-@RANKS
+@NODES
 @HOOK
 @pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("routing", [name for name in ROUTINGS if name != "repeated"])
-def test_combine_adds_weighted_rows(monkeypatch: Patch, ranks: int, hook: bool, kind: str, routing: str) -> None:
+def test_combine_adds_weighted_rows(
+    monkeypatch: Patch, ranks: int, per_node: int | None, hook: bool, kind: str, routing: str
+) -> None:
     """Bit for bit, in float32 by slot; with rows given or in the combine buffer, twice, into given memory or not."""
     given, (options, _) = inputs(ranks, routing), ROWS[kind]
     ids, local = wide_ids(given), EXPERTS // ranks
@@ -114,11 +122,12 @@ def test_combine_adds_weighted_rows(monkeypatch: Patch, ranks: int, hook: bool, 
     place: dict[tuple[int, int, int], torch.Tensor] = {}
     for rank in range(ranks):
         filled = [0] * local
-        for source, token, own in entries(EXPERTS, ranks, rank, ids):
+        by_rail = sorted(entries(EXPERTS, ranks, rank, ids), key=lambda one: (one[0] % (per_node or ranks), *one[:2]))
+        for source, token, own in by_rail:
             for slot, expert in own.items():
                 place[source, token, slot] = outputs[rank][expert, filled[expert]]
                 filled[expert] += 1
-    for rank, totals in enumerate(on_buffers(monkeypatch, ranks, program)):
+    for rank, totals in enumerate(on_buffers(monkeypatch, ranks, program, ranks_per_node=per_node)):
         want = torch.zeros(TOKENS[ranks][rank], HIDDEN)
         for token in range(len(want)):
             for slot in range(SLOTS):

@@ -15,6 +15,7 @@ from cute_ep.integrations.common.checks import Names, as_rows, require, roomy_co
 from cute_ep.integrations.common.halves import Halves, Hook
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import EventOverlap, Pooled, Rows, without_gradients
+from cute_ep.integrations.deep_ep.rows import find_sources
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 from cute_ep.runtime.pool import Hold
 
@@ -96,8 +97,8 @@ class LowLatency(Pooled):
 
         Returns:
             Rows [L, S, hidden] bfloat16, or float8_e4m3fn and scale factors [L, S, hidden / 128] float32 (packed: [L,
-            S, hidden / 512] int32), neighbours along S; [L] int32 rows of each block, which come first, by source rank,
-            then token; the handle; the event; the hook, or None.
+            S, hidden / 512] int32), neighbours along S; [L] int32 rows of each block, which come first, by source rank
+            (over nodes: by rail, then node), then token; the handle; the event; the hook, or None.
         """
         self._begin(None, async_finish, False)
         pool, ranks, device = self._pool, self._pool.size, self._pool.device
@@ -116,26 +117,31 @@ class LowLatency(Pooled):
         calls.check_stats(stats, num_experts // ranks, device)
         kind: FormatName = "bf16" if not use_fp8 else "fp8_pow2" if round_scale else "fp8"
         sizes = hidden, num_experts, topk_idx.shape[1], most, ranks
-        cfg = roomy_config(NAMES, sizes, block_config, dispatch_format=kind)
+        nodes = pool.ranks_per_node
+        cfg = roomy_config(NAMES, sizes, block_config, dispatch_format=kind, ranks_per_node=nodes)
         self._halves.drop_lost()
         communicator = pool.get(cfg, names=NAMES)
         self._halves.make_way(communicator, DISPATCH, whole=not return_recv_hook)
         blocks, experts = Blocks(communicator, ranks * most, packed=use_ue8m0), cfg.local_experts
-        out = blocks.out
+        out, layout_range = blocks.out, torch.empty(experts, ranks, dtype=torch.int64, device=device)
         assert out.source_ranges is not None
-        layout_range = out.source_ranges.view(torch.int64).view(experts, ranks)  # rows are the lower halves
+        if nodes is None:
+            layout_range = out.source_ranges.view(torch.int64).view(experts, ranks)  # rows are the lower halves
         handle = LowLatencyHandle(out.src_info[:, 0].view(experts, -1), layout_range, most, hidden, num_experts)
         handle.hold = pool.hold(communicator)
 
         def received(batch: Dispatched) -> None:
             handle.batch = batch
             blocks.received()
+            if nodes is not None:
+                find_sources(batch, cfg.nodes, most, layout_range)
             if stats is not None:
                 stats.add_(out.row_counts)
 
         # a copy, since combine reads them again; not narrowed, since the kernel checks them
         sent = as_rows(x), topk_idx.clone(memory_format=torch.contiguous_format), None
-        hook = self._halves.dispatch(communicator, DISPATCH, sent, out, received, hooked=return_recv_hook)
+        frame, hooked = most if nodes else None, return_recv_hook
+        hook = self._halves.dispatch(communicator, DISPATCH, sent, out, received, hooked=hooked, frame=frame)
         return calls.paired(blocks.rows, blocks.scales), out.row_counts, handle, calls.finished(async_finish), hook
 
     @without_gradients
