@@ -52,7 +52,8 @@ class Counting:
     Attributes:
         everyone: [1, R] int32 ids, one of each rank.
         out: memory for R rows, those of a rail one after the other.
-        table: these as [R, words] int32: of each rank `RouteCounts.counts`.
+        table: these as [R, words] int32: `RouteCounts.counts`, in the order of `rows`.
+        rows: which row each rank has.
     """
 
     @torch.inference_mode(False)
@@ -60,6 +61,9 @@ class Counting:
         self.communicator, ranks = communicator, communicator.cfg.world_size
         local = communicator.cfg.local_experts
         self.everyone = torch.arange(0, ranks * local, local, dtype=torch.int32, device=communicator.device)[None]
+        cfg = communicator.cfg
+        self.rows = [rank % cfg.peers * cfg.nodes + cfg.node(rank) for rank in range(ranks)]
+        self._order = torch.tensor(self.rows, device=communicator.device)
         self.out = communicator.allocate(ranks)
         self.table = self.out.tokens.view(torch.int32)
         self._on_host = self.table  # on the CPU
@@ -71,6 +75,10 @@ class Counting:
         """Have every rank know this one's `RouteCounts.counts`, [words] int32. Collective; nothing waits on the
         host."""
         self.communicator.dispatch(counts.view(torch.bfloat16)[None], self.everyone, out=self.out)
+
+    def by_rank(self) -> torch.Tensor:
+        """The table with a row for each rank, on the device."""
+        return self.table if self.communicator.cfg.nodes == 1 else self.table.index_select(0, self._order)
 
     def wait(self, experts: int) -> ReceiveCounts:
         """Copy the table to the host, and wait for that and so for the current stream. `experts`: of all ranks.
@@ -91,6 +99,5 @@ class Counting:
 
     def _columns(self, first: int, words: int) -> list[Sequence[int]]:
         """By rank, `words` words of the table from `first` on."""
-        cfg, pitch = self.communicator.cfg, self.table.shape[1]
-        rows = [rank % cfg.peers * cfg.nodes + cfg.node(rank) for rank in range(cfg.world_size)]
-        return [self._words[first + row * pitch : first + row * pitch + words] for row in rows]
+        pitch = self.table.shape[1]
+        return [self._words[first + row * pitch : first + row * pitch + words] for row in self.rows]

@@ -20,7 +20,8 @@ from cute_ep.testing.workloads import ROUTINGS, RankInputs, make_inputs
 from .groups import calc_diff, entries, on_buffers, wide_ids
 
 HIDDEN, EXPERTS, SLOTS = 256, 12, 3
-TOKENS = {2: (9, 5), 3: (9, 0, 7)}
+TOKENS = {2: (9, 5), 3: (9, 0, 7), 4: (9, 0, 7, 3)}
+NODES = pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (3, None), (3, 1), (4, 2)])
 RANKS = pytest.mark.parametrize("ranks", [2, 3])
 
 Patch = pytest.MonkeyPatch
@@ -78,10 +79,12 @@ def test_layout_counts_tokens_by_rank_and_entries_by_expert(monkeypatch: Patch, 
 # ---- dispatch
 
 
-@RANKS
+@NODES
 @pytest.mark.parametrize("kind", ["bfloat16", "fp8", "packed"])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_dispatch_brings_each_token_once_to_a_rank(monkeypatch: Patch, ranks: int, routing: str, kind: str) -> None:
+def test_dispatch_brings_each_token_once_to_a_rank(
+    monkeypatch: Patch, ranks: int, per_node: int | None, routing: str, kind: str
+) -> None:
     """By source, then token; with top-k entries, with room for any routing, and again with the handle."""
     given = inputs(ranks, routing)
     ids, most = wide_ids(given), max(TOKENS[ranks]) * ranks
@@ -97,7 +100,7 @@ def test_dispatch_brings_each_token_once_to_a_rank(monkeypatch: Patch, ranks: in
         again = [buffer.dispatch(x, one[4]) for one in (plain, full, worst)]
         return [plain, full, worst, *again]
 
-    results = on_buffers(monkeypatch, ranks, program)
+    results = on_buffers(monkeypatch, ranks, program, ranks_per_node=per_node)
     wanted = [entries(EXPERTS, ranks, rank, ids) for rank in range(ranks)]
     for rank, (plain, full, worst, *again) in enumerate(results):
         places, count = wanted[rank], len(wanted[rank])
@@ -196,11 +199,13 @@ def test_a_later_dispatch_may_have_more_tokens(monkeypatch: Patch) -> None:
 # ---- combine
 
 
-@RANKS
+@NODES
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("biases", [0, 1, 2])
-def test_combine_adds_rows_and_weights_over_ranks(monkeypatch: Patch, ranks: int, routing: str, biases: int) -> None:
-    """Bit for bit, in float32 by rank; also of slots that the rank does not have."""
+def test_combine_adds_rows_and_weights_over_ranks(
+    monkeypatch: Patch, ranks: int, per_node: int | None, routing: str, biases: int
+) -> None:
+    """Bit for bit, in float32 by rank, over nodes rounded for each; also of slots that the rank does not have."""
     given = inputs(ranks, routing)
     ids = wide_ids(given)
     wanted = [entries(EXPERTS, ranks, rank, ids) for rank in range(ranks)]
@@ -222,11 +227,15 @@ def test_combine_adds_rows_and_weights_over_ranks(monkeypatch: Patch, ranks: int
 
     sums = [torch.zeros(count, HIDDEN) for count in TOKENS[ranks]]
     totals = [torch.zeros(count, SLOTS) for count in TOKENS[ranks]]
-    for rank in range(ranks):
-        for row, (source, token, _) in enumerate(wanted[rank]):
-            sums[source][token] += outputs[rank][row].float()
-            totals[source][token] += weights[rank][row]
-    for rank, got in enumerate(on_buffers(monkeypatch, ranks, program)):
+    for first in range(0, ranks, per_node or ranks):
+        of_node = [torch.zeros_like(one) for one in sums]
+        for rank in range(first, first + (per_node or ranks)):
+            for row, (source, token, _) in enumerate(wanted[rank]):
+                of_node[source][token] += outputs[rank][row].float()
+                totals[source][token] += weights[rank][row]
+        for one, other in zip(sums, of_node, strict=True):
+            one += other if per_node is None else other.bfloat16().float()
+    for rank, got in enumerate(on_buffers(monkeypatch, ranks, program, ranks_per_node=per_node)):
         want = sums[rank]
         for _ in range(biases):
             want = want + bias[rank].float()

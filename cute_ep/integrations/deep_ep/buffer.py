@@ -12,7 +12,7 @@ from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import Config, EventHandle, EventOverlap, Rows, without_gradients
 from cute_ep.integrations.deep_ep.layout import GivenLayout, check_layout, routes_of
 from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
-from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, entries_of, first_rows
+from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, entries_of
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOKENS_PER_RANK, MAX_TOP_K
 
 HANDLE = "what dispatch returned, not a copy of its parts"
@@ -181,17 +181,22 @@ class Buffer(LowLatency):
         route = Route(routes, of, max(tokens, -(-room // ranks)), room, own=known is None)
         cfg = mode.config(hidden, route, scaled=scaled)
         counting, received = mode.exchange(routes.counts), []
-        prefix = counting.table.narrow(1, 0, ranks).cumsum(0, dtype=torch.int32)
+        table = counting.by_rank()
+        prefix = table.narrow(1, 0, ranks).cumsum(0, dtype=torch.int32)
         if not room:
             counts = counting.wait(experts)
             route.rows, route.tokens, received = counts.arriving, counts.tokens, counts.padded(expert_alignment)
             cfg = mode.config(hidden, route, scaled=scaled)
+        mode.place(route, table)
         weights = None if topk_weights is None else topk_weights.contiguous()
         if weights is not None and routes.ids.shape != weights.shape:
             weights = torch.nn.functional.pad(weights, (0, routes.ids.shape[1] - weights.shape[1]))
         rows, factors, batch = mode.dispatch(cfg, (*sent, weights), route, route.rows, exact=not room)
-        ids, weights = (None, None) if topk_idx is None else entries_of(batch, route.rows, topk_idx.shape[1])
-        made = Handle(prefix, None, None, first_rows(batch.src_info, route.rows).select(1, 0), is_token_in_rank, None)
+        ids, weights = (None, None) if topk_idx is None else entries_of(batch, route, topk_idx.shape[1])
+        source = route.by_source(batch.src_info).select(1, 0)
+        if route.places is not None:  # tokens count nodes in frames
+            source = source % max(route.tokens, 1)
+        made = Handle(prefix, None, None, source, is_token_in_rank, None)
         made.route = route
         return calls.paired(rows, factors), ids, weights, received, made, calls.finished(async_finish)
 

@@ -168,6 +168,7 @@ class ElasticMode(NormalMode):
     connected from now on; `reduce`: whether expanded rows are added on their rank first."""
 
     names: checks.Names = NAMES
+    _over_nodes = False
     _made: Callable[..., EPConfig] = staticmethod(checks.named_config)
 
     def __init__(self, pool: GroupPool, words: calls.LayoutWords, sms: int, timeout_s: float, *, reduce: bool) -> None:

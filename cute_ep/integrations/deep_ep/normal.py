@@ -71,6 +71,7 @@ class Route:
         tokens: what no rank has more tokens than.
         rows: rows per (token, rank) received, or that there is room for.
         own: whether a token has an entry of each rank behind those that it was given.
+        places: over nodes, [rows] int64, where a batch has each row by source rank; None: there.
         of_rows: for sums of rows, once they were sent.
         of_words: for sums of top-k weights, once there was need; by the number of words of a row.
     """
@@ -80,6 +81,7 @@ class Route:
     tokens: int
     rows: int
     own: bool = False
+    places: torch.Tensor | None = None
     of_rows: Returned | None = None
     of_words: dict[int, Returned] = field(default_factory=dict)
 
@@ -88,6 +90,17 @@ class Route:
         """`of_rows`, behind the dispatch."""
         assert self.of_rows is not None
         return self.of_rows
+
+    def by_source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The first rows of a batch's tensor, by source rank."""
+        if self.places is None:
+            return first_rows(tensor, self.rows)
+        raw = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+        return raw.index_select(0, self.places).view(tensor.dtype)
+
+    def by_batch(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows by source rank, as the batch has them."""
+        return rows if self.places is None else torch.empty_like(rows).index_copy_(0, self.places, rows)
 
     @property
     def order(self) -> dict[str, Any]:
@@ -99,6 +112,7 @@ class NormalMode:
     """Normal mode over the communicators of a group, on the current stream."""
 
     names: checks.Names = NAMES
+    _over_nodes = True
     _made: Callable[..., EPConfig] = staticmethod(checks.roomy_config)
 
     def __init__(
@@ -106,16 +120,36 @@ class NormalMode:
     ) -> None:
         self._pool, self._opening, self._words, self._timeout_s = pool, opening, words, timeout_s
 
+    @property
+    def ranks_per_node(self) -> int | None:
+        """For `EPConfig`; the first time it is collective."""
+        return self._pool.ranks_per_node if self._over_nodes else None
+
     def exchange(self, counts: torch.Tensor) -> Counting:
         """Have all ranks know this one's `RouteCounts.counts`; the host does not wait yet."""
-        counting = self._pool.counting(counts.size(0), opening=self._opening, timeout_s=self._timeout_s)
+        asked: dict[str, Any] = {"opening": self._opening, "timeout_s": self._timeout_s}
+        counting = self._pool.counting(counts.size(0), **asked, ranks_per_node=self.ranks_per_node)
         counting.exchange(counts)
         return counting
 
     def config(self, hidden: int, route: Route, *, scaled: bool) -> EPConfig:
         """Of rows of `hidden` elements, FP8 if `scaled`, along a route. EPInputError: a size breaks its rule."""
         sizes = hidden, route.experts, route.routes.ids.shape[1], route.tokens, self._pool.size
-        return self._made(self.names, sizes, timeout_s=self._timeout_s, **route.order, **FORMATS[scaled])
+        options = {"timeout_s": self._timeout_s, "ranks_per_node": self.ranks_per_node}
+        return self._made(self.names, sizes, **options, **route.order, **FORMATS[scaled])
+
+    def place(self, route: Route, table: torch.Tensor) -> None:
+        """Find where a batch over nodes has the rows of a route. `table`: [R, words], of each rank how many it sends to
+        each."""
+        per_node, ranks, rank = self.ranks_per_node, self._pool.size, self._pool.rank
+        if per_node is None:
+            return
+        counts = table[:, rank].long()
+        ends, by_rail = counts.cumsum(0), counts.view(-1, per_node).t()
+        begins = (by_rail.flatten().cumsum(0).view_as(by_rail) - by_rail).t().flatten()
+        row = torch.arange(route.rows, device=table.device)
+        source = torch.searchsorted(ends, row, right=True).clamp(max=ranks - 1)
+        route.places = torch.where(row < ends[-1], row - (ends - counts)[source] + begins[source], row)
 
     def check_combine(
         self, x: torch.Tensor, rows: int, bias: torch.Tensor | tuple[torch.Tensor, ...] | None, route: Route
@@ -140,7 +174,7 @@ class NormalMode:
     ) -> tuple[torch.Tensor, torch.Tensor | None, Dispatched]:
         """Send tokens along a route, by a `config` of both; the route keeps the batch for combine if it has none.
         Unless each of the `rows` has a token (`exact`), weights behind the last are made 0. Returns [rows, hidden],
-        [rows, factors] scale factors, and the batch."""
+        [rows, factors] scale factors, by source rank, and the batch."""
         x, scales, weights = sent
         wire = None
         if scales is not None:
@@ -153,17 +187,24 @@ class NormalMode:
         out = buffers_for(communicator, rows)
         if weights is not None and not exact:
             out.row_weights.zero_()
-        batch = communicator.dispatch(checks.as_rows(x), route.routes.ids, weights, scales=wire, out=out)
+        frame = max(route.tokens, 1) if cfg.nodes > 1 else None
+        batch = communicator.dispatch(checks.as_rows(x), route.routes.ids, weights, scales=wire, out=out, frame=frame)
         factors = None
         if scales is not None and batch.scales is not None:
-            factors = batch.scales[:rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
+            factors = route.by_source(batch.scales[:rows].contiguous().view(scales.dtype))
+            factors = factors[:, : scales.shape[1]].contiguous()
         if route.of_rows is None or route.of_rows.hold.communicator.closed:
             route.of_rows = Returned(self._pool.hold(communicator), batch.without_rows())
-        return first_rows(batch.tokens, rows), factors, batch
+        return (
+            (first_rows(batch.tokens, rows) if route.places is None else route.by_source(batch.tokens)),
+            factors,
+            batch,
+        )
 
     def combine(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: for each token the sum of its rows over ranks, and of the biases, in float32."""
         communicator, batch = self._home(route.sent)
+        rows = route.by_batch(rows)
         if not biases:
             return communicator.combine(rows, batch, mode="partial")
         total = communicator.combine(rows, batch, mode="partial", dtype=torch.float32)
@@ -176,15 +217,19 @@ class NormalMode:
         words, ranks = whole_vectors(weights), self._pool.size
         width, goes, of_words = words.shape[1], route.routes.goes, route.of_words
         if width not in of_words or of_words[width].hold.communicator.closed:
-            sizes, options = (width * 2, ranks, ranks, route.tokens, ranks), BY_RANK | FORMATS[False]
+            experts = ranks * (ranks // (self.ranks_per_node or ranks))  # one of each rank, for each node
+            sizes = width * 2, experts, ranks, route.tokens, ranks
+            options = BY_RANK | FORMATS[False] | {"ranks_per_node": self.ranks_per_node}
             communicator = self._connect(self._made(self.names, sizes, timeout_s=self._timeout_s, **options))
             nothing = torch.zeros((len(goes), width * 2), dtype=torch.bfloat16, device=weights.device)
-            ids = torch.where(goes, torch.arange(ranks, dtype=torch.int32, device=goes.device), -1)
-            batch = communicator.dispatch(nothing, ids, out=buffers_for(communicator, route.rows))
+            of_rank = torch.arange(0, experts, experts // ranks, dtype=torch.int32, device=goes.device)
+            ids = torch.where(goes, of_rank, -1)
+            frame = max(route.tokens, 1) if communicator.cfg.nodes > 1 else None
+            batch = communicator.dispatch(nothing, ids, out=buffers_for(communicator, route.rows), frame=frame)
             kept = batch.without_rows().derived(topk_ids=ids)
             of_words[width] = Returned(self._pool.hold(communicator), kept)
         communicator, batch = self._home(of_words[width])
-        home = communicator.combine(words.view(torch.bfloat16), batch, mode="unweighted")
+        home = communicator.combine(route.by_batch(words).view(torch.bfloat16), batch, mode="unweighted")
         home = home.view(torch.float32)[:, :, : weights.shape[1]]
         total = home[:, 0]
         for column in range(1, home.shape[1]):
@@ -203,10 +248,10 @@ class NormalMode:
         return returned.hold.communicator, returned.batch
 
 
-def entries_of(batch: Dispatched, rows: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+def entries_of(batch: Dispatched, route: Route, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there)."""
     assert batch.row_expert_ids is not None
-    local, weights = first_rows(batch.row_expert_ids, rows), first_rows(batch.row_weights, rows)
+    local, weights = route.by_source(batch.row_expert_ids), route.by_source(batch.row_weights)
     if slots != weights.size(1):
         local, weights = local[:, :slots], weights[:, :slots].contiguous()
     return local.long(), weights
