@@ -193,7 +193,7 @@ class Buffer(LowLatency):
             weights = torch.nn.functional.pad(weights, (0, routes.ids.shape[1] - weights.shape[1]))
         rows, factors, batch = mode.dispatch(cfg, (*sent, weights), route, route.rows, exact=not room)
         ids, weights = (None, None) if topk_idx is None else entries_of(batch, route, topk_idx.shape[1])
-        source = route.by_source(batch.src_info).select(1, 0)
+        source = route.by_source(batch.src_info, route.rows).select(1, 0)
         if route.places is not None:  # tokens count nodes in frames
             source = source % max(route.tokens, 1)
         made = Handle(prefix, None, None, source, is_token_in_rank, None)

@@ -91,10 +91,10 @@ class Route:
         assert self.of_rows is not None
         return self.of_rows
 
-    def by_source(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The first rows of a batch's tensor, by source rank."""
+    def by_source(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        """The first rows of a batch's tensor, over nodes by source rank."""
         if self.places is None:
-            return first_rows(tensor, self.rows)
+            return first_rows(tensor, rows)
         raw = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
         return raw.index_select(0, self.places).view(tensor.dtype)
 
@@ -191,15 +191,11 @@ class NormalMode:
         batch = communicator.dispatch(checks.as_rows(x), route.routes.ids, weights, scales=wire, out=out, frame=frame)
         factors = None
         if scales is not None and batch.scales is not None:
-            factors = route.by_source(batch.scales[:rows].contiguous().view(scales.dtype))
+            factors = route.by_source(batch.scales[:rows].contiguous().view(scales.dtype), rows)
             factors = factors[:, : scales.shape[1]].contiguous()
         if route.of_rows is None or route.of_rows.hold.communicator.closed:
             route.of_rows = Returned(self._pool.hold(communicator), batch.without_rows())
-        return (
-            (first_rows(batch.tokens, rows) if route.places is None else route.by_source(batch.tokens)),
-            factors,
-            batch,
-        )
+        return route.by_source(batch.tokens, rows), factors, batch
 
     def combine(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: for each token the sum of its rows over ranks, and of the biases, in float32."""
@@ -251,7 +247,7 @@ class NormalMode:
 def entries_of(batch: Dispatched, route: Route, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there)."""
     assert batch.row_expert_ids is not None
-    local, weights = route.by_source(batch.row_expert_ids), route.by_source(batch.row_weights)
+    local, weights = (route.by_source(one, route.rows) for one in (batch.row_expert_ids, batch.row_weights))
     if slots != weights.size(1):
         local, weights = local[:, :slots], weights[:, :slots].contiguous()
     return local.long(), weights
