@@ -17,7 +17,7 @@ from cute_ep.runtime import connection
 from cute_ep.runtime.counts import Counting, ReceiveCounts, counting_config
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.meeting import Meeting, group_timeout
-from cute_ep.runtime.places import check_member, ranks_per_node
+from cute_ep.runtime.places import check_member, count_ranks
 from cute_ep.runtime.pool import Opened, Opening, Pool, all_sms
 from cute_ep.runtime.routes import RouteCounts
 
@@ -72,7 +72,7 @@ class GroupPool(Pool):
         Raises:
             EPConfigError, EPError: as of `cute_ep.ranks_per_node`.
         """
-        found = ranks_per_node(self.group)
+        found = count_ranks(self.group, "connect")
         return None if found == self.size else found
 
     def get(

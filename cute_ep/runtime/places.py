@@ -27,9 +27,14 @@ def ranks_per_node(group: dist.ProcessGroup | None = None) -> int:
             machines have different numbers of ranks.
         EPError: another rank did not come, or called something else.
     """
+    return count_ranks(group, "count the ranks of a node")
+
+
+def count_ranks(group: dist.ProcessGroup | None, call: str) -> int:
+    """`ranks_per_node`, as part of a call that is named in errors."""
     check_initialised(group)
     check_member(group)
-    with Meeting(group, "count the ranks of a node") as meeting:
+    with Meeting(group, call) as meeting:
         return equal_runs(meeting.gather(machine()))
 
 

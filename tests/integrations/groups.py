@@ -82,7 +82,7 @@ def on_groups(
     another one."""
     monkeypatch.setattr(connection, "connect_checked", connect if device.type == "cpu" else connect_on_gpu)
     monkeypatch.setattr(group_pool, "gather", lambda group, one: group.on_all_ranks(lambda: one, lambda made: made)[1])
-    monkeypatch.setattr(group_pool, "ranks_per_node", lambda group: ranks_per_node or group.size())
+    monkeypatch.setattr(group_pool, "count_ranks", lambda group, call: ranks_per_node or group.size())
     barrier, given = threading.Barrier(ranks, timeout=30), [None] * ranks
 
     def run(rank: int) -> Any:

@@ -236,7 +236,7 @@ def check_nodes() -> None:
     """Where each rank is a node all bits are the same."""
     pools.close()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_pool, "ranks_per_node", lambda group: 1)
+        patch.setattr(group_pool, "count_ranks", lambda group, call: 1)
         check_layers()
         for pool in pools.SHARED:
             assert {one.cfg.nodes for one in pool.communicators if one.cfg.world_size > 1} <= {1, 2}

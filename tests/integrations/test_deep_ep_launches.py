@@ -39,7 +39,7 @@ def group(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank, connected: Conne
         return make_rank(cfg)
 
     monkeypatch.setattr(connection, "connect_checked", connect)
-    monkeypatch.setattr(group_pool, "ranks_per_node", lambda group: group.size())
+    monkeypatch.setattr(group_pool, "count_ranks", lambda group, call: group.size())
     monkeypatch.setattr(torch, "empty", torch.zeros)
     return SimpleNamespace(rank=lambda: 0, size=lambda: 2)
 

@@ -40,7 +40,7 @@ def connected(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank) -> Iterator[
     with installed("vllm", "cute_ep.integrations.vllm") as stubs:
         import_adapter(stubs, monkeypatch)
         monkeypatch.setattr(connection, "connect_checked", connect)
-        monkeypatch.setattr(group_pool, "ranks_per_node", lambda group: group.size())
+        monkeypatch.setattr(group_pool, "count_ranks", lambda group, call: group.size())
         monkeypatch.setattr(torch, "empty", torch.zeros)
         yield made
 
