@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple
@@ -41,7 +40,7 @@ from cute_ep.runtime.arguments import (
 from cute_ep.runtime.driver import Kernel
 from cute_ep.runtime.flags import find_behind, flag_bytes
 from cute_ep.runtime.launch_cache import LaunchCache, LaunchShape
-from cute_ep.runtime.meeting import Meeting
+from cute_ep.runtime.meeting import close_after
 from cute_ep.runtime.parts import UNENCODED, RankParts
 from cute_ep.runtime.status import Status
 from cute_ep.runtime.streams import give_back, take_stream
@@ -333,18 +332,7 @@ class Communicator(EPCommunicator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """`close`, which must not hide an error that ended the block: with one process per rank it waits for the other
-        ranks, so the error is written to stderr first, and what goes wrong with closing behind it."""
-        if error is None or not isinstance(self.group, Meeting):
-            self.close()
-            return
-        sys.stderr.write(
-            f"cute_ep rank {self.rank}: {type(error).__name__}: {error}; waiting for the other ranks to close\n"
-        )
-        try:
-            self.close()
-        except (EPError, RuntimeError) as failure:
-            sys.stderr.write(f"cute_ep rank {self.rank}: not closed, its memory stays allocated: {failure}\n")
+        close_after(self, error)
 
     @property
     def shares_device(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -91,7 +92,7 @@ class Rail:
         self.watch.stop()
         if abort:
             self.engine.give_up()
-        elif self.engine.close(patience):
+        elif self.engine.close(patience / 2):  # others, whose communicators nothing holds, wait meanwhile
             self.memory.close()
 
 
@@ -109,9 +110,10 @@ def join_rail(cfg: EPConfig, node: Communicator, library: Library, meeting: Meet
             status = _rail_status(cfg, rank, undo)
             parts = _mail_parts(cfg, node, status, library, undo)
             engine = NcclRail(nccl, node.device, parts.abort)
-            watch = Watch(engine, status, meeting, failed=lambda: status.failed or node.failed, timeout_s=cfg.timeout_s)
-            made = Rail(RankMail(parts, engine), status, engine, undo.pop_all(), watch)
-            return made, [nccl.unique_id() for _ in Channel] if number == 0 else []
+            mail, ids = RankMail(parts, engine), [nccl.unique_id() for _ in Channel] if number == 0 else []
+            failed = partial(has_failed, mail, status, node)
+            watch = Watch(engine, status, meeting, failed=failed, timeout_s=cfg.timeout_s)
+            return Rail(mail, status, engine, undo.pop_all(), watch), ids
 
     def start() -> None:
         """What NCCL has done before a failure stays as it is, and so does the memory."""
@@ -129,6 +131,11 @@ def join_rail(cfg: EPConfig, node: Communicator, library: Library, meeting: Meet
     meeting.on_all_ranks(start, undo=lambda _: rail.engine.give_up(), doing="connect the nodes by NCCL")
     rail.watch.start()
     return rail
+
+
+def has_failed(mail: RankMail, status: Status, node: Communicator) -> bool:
+    """Whether a rank's calls have been interrupted, or some wait of it has failed."""
+    return mail.interrupted or status.failed or node.failed
 
 
 def _rail_status(cfg: EPConfig, rank: int, undo: ExitStack) -> Status:

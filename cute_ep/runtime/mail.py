@@ -80,7 +80,10 @@ class MailParts:
 
 
 class RankMail:
-    """One rank's part of the exchanges of its rail."""
+    """One rank's part of the exchanges of its rail. `interrupted`: a call ended in the middle, so that host and device
+    may count different rounds."""
+
+    interrupted = False
 
     def __init__(self, parts: MailParts, engine: Engine) -> None:
         self.parts, self.cfg, self.engine = parts, parts.cfg, engine

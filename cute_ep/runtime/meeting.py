@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -44,6 +45,7 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.api.errors import EPError
+from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.waits import Wait
 from cute_ep.runtime.process import Process
 from cute_ep.torch_internals import default_store, timeout_of_group
@@ -298,3 +300,17 @@ def group_timeout(group: dist.ProcessGroup) -> float | None:
         if found is not None:
             return found.total_seconds()
     return None
+
+
+def close_after(communicator: EPCommunicator, error: BaseException | None) -> None:
+    """`close` at the end of a block, which must not hide an error that ended it: with one process per rank it waits for
+    the other ranks, so the error is written to stderr first, and what goes wrong with closing behind it."""
+    if error is None or not isinstance(communicator.group, Meeting):
+        communicator.close()
+        return
+    who = f"cute_ep rank {communicator.rank}"
+    sys.stderr.write(f"{who}: {type(error).__name__}: {error}; waiting for the other ranks to close\n")
+    try:
+        communicator.close()
+    except (EPError, RuntimeError) as failure:
+        sys.stderr.write(f"{who}: not closed, its memory stays allocated: {failure}\n")

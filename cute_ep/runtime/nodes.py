@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import TracebackType
 from typing import cast
 
 import torch
@@ -31,6 +32,7 @@ from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime.flags import over_nodes
 from cute_ep.runtime.local_ops import quantize
 from cute_ep.runtime.mail import Frame, RankMail
+from cute_ep.runtime.meeting import close_after
 from cute_ep.runtime.node_entries import choose_rows, exact_sums, unweighted_rows
 from cute_ep.runtime.status import Status
 
@@ -79,11 +81,10 @@ class NodesCommunicator(EPCommunicator):
         self.origin, self.stream = Origin(cfg, rank, node.device), node.stream
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
         self._streams: set[torch.cuda.Stream] = set()  # that were given work since `synchronize`
-        self._interrupted = False
 
     @property
     def failed(self) -> bool:
-        return self._interrupted or self._status.failed or self.node.failed
+        return self.mail.interrupted or self._status.failed or self.node.failed
 
     @property
     def shares_device(self) -> bool:
@@ -151,6 +152,7 @@ class NodesCommunicator(EPCommunicator):
             with self._sending():
                 self.node.dispatch_wait(pending.of_node, _of_node(buffers))
                 buffers.frame_ids[: len(ids)].copy_(ids)
+                _keep(ids)
                 self._dispatches.count_received()
         return Dispatched.received(buffers, self.origin, pending)
 
@@ -294,7 +296,7 @@ class NodesCommunicator(EPCommunicator):
         try:
             yield
         except BaseException:
-            self._interrupted = True
+            self.mail.interrupted = True
             raise
 
     @contextmanager
@@ -312,7 +314,7 @@ class NodesCommunicator(EPCommunicator):
         self._status.raise_failure(self.flags)
         with self._telling():
             self.node._check_usable()
-        if self._interrupted:
+        if self.mail.interrupted:
             raise EPError(f"rank {self.rank}: a call was interrupted while it was launched; close, and connect again")
 
     def _check_open(self) -> None:
@@ -341,6 +343,11 @@ class NodesCommunicator(EPCommunicator):
     def flags(self) -> Flags:
         self._check_open()
         return over_nodes(self.cfg, self.rank, self.node.flags(), self.mail.words())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        close_after(self, error)
 
     def close(self) -> None:
         """As of `EPCommunicator`."""

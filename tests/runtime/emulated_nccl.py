@@ -7,13 +7,16 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPError
 from cute_ep.layouts.maps.mail import Channel
+from cute_ep.runtime.join_nodes import has_failed
 from cute_ep.runtime.nodes import NodesCommunicator
 from cute_ep.runtime.rails import nccl
 from cute_ep.runtime.rails.nccl import NcclRail
@@ -66,15 +69,21 @@ class Queues:
 
 
 class Board:
-    """What a rank's store shows of all ranks' words."""
+    """What a rank's store shows of all ranks' words, unless it is gone or silent."""
+
+    gone = silent = False
 
     def __init__(self, rank: int, said: dict[tuple[str, int], str]) -> None:
         self.rank, self.said = rank, said
 
     def post(self, name: str, text: str) -> None:
+        if self.gone:
+            raise EPError("the store is gone")
         self.said[name, self.rank] = text
 
     def posted(self, name: str, rank: int) -> str:
+        if self.silent:
+            threading.Event().wait()
         return self.said.get((name, rank), "")
 
 
@@ -108,6 +117,13 @@ def over_nccl(cfg: EPConfig, library: object | None = None) -> Iterator[tuple[li
             engine.connect([f"{rail} {channel}".encode() for channel in Channel], mail.node, cfg.nodes)
             mail.engine = engine
             engine.introduce(mail)
-            failed = lambda ep=ep: ep.failed  # noqa: E731
-            watches.append(Watch(engine, ep._status, Board(ep.rank, said), failed=failed, timeout_s=cfg.timeout_s))
+            watches.append(
+                Watch(
+                    engine,
+                    ep._status,
+                    Board(ep.rank, said),
+                    failed=partial(has_failed, mail, ep._status, ep.node),
+                    timeout_s=cfg.timeout_s,
+                )
+            )
         yield made, watches

@@ -14,13 +14,13 @@ import torch
 from cute_ep import reference
 from cute_ep.api.errors import EPConfigError, EPError, EPTimeout
 from cute_ep.layouts.maps.mail import Channel
-from cute_ep.runtime.rails import nccl_library
+from cute_ep.runtime.rails import nccl, nccl_library
 from cute_ep.runtime.rails.nccl import within
 from cute_ep.runtime.rails.nccl_library import FUNCTIONS, Config, NcclLibrary, UniqueId, code_of, version_text
 from cute_ep.testing.compare import assert_bits
 from tests.reference.ranks import at_once, rows_for
 
-from .emulated_nccl import over_nccl
+from .emulated_nccl import Board, Queues, over_nccl
 from .emulated_nodes import SHAPES, TOKENS, batch_of, config, fused_round, two_halves
 from .test_nodes import send_again
 
@@ -106,11 +106,53 @@ def test_after_a_failure_of_a_kernel_the_engine_is_ended_soon() -> None:
         given, _ = batch_of(cfg, 3, None)
         at_once(range(2), lambda rank: made[rank].dispatch_async(**vars(given[rank])))
         watches[0].start()
-        made[0]._interrupted = True
+        made[0].mail.interrupted = True
         at_once(range(1), lambda rank: send_again(made[0], given[0], TOKENS + 2))  # returns: rank 1 never comes
         with pytest.raises(EPError, match=r"^rank 0: NCCL between nodes was aborted; close, and connect again$"):
             made[0].mail.engine.put(made[0].mail, Channel.FRAMES, made[0].mail.frame_puts(1))
         watches[0].stop()
+
+
+@pytest.mark.parametrize("how", ["gone", "silent"])
+def test_a_store_that_does_not_answer_hides_no_late_rank(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """As where the rank that has it ended, or its host lost the network."""
+    cfg = config(3, 1, timeout_s=0.6)
+    with over_nccl(cfg) as (made, watches):
+        given, _ = batch_of(cfg, 2, None)
+        monkeypatch.setattr(Board, how, True)
+        watches[0].start()
+        made[0].dispatch_async(**vars(given[0]))
+        with pytest.raises(EPTimeout, match=r"(?s)FRAME of rank 1: .*FRAME of rank 2: ") as caught:
+            made[0].synchronize()
+        assert caught.value.missing == (1, 2)
+        watches[0].stop()
+
+
+def test_a_channel_that_the_library_does_not_let_go_of_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's abort waits for what is queued behind an exchange, as that of the other channel, and for graphs."""
+    library = Queues()
+    abort, held = library.abort, threading.Event()
+
+    def slow(communicator: tuple) -> None:
+        if communicator[0].endswith(b"0"):  # of frames
+            held.wait()
+        abort(communicator)
+
+    monkeypatch.setattr(library, "abort", slow)
+    with over_nccl(config(2, 1), library) as (made, _):
+        engine = made[0].mail.engine
+        engine.give_up()
+        assert {one[0][-1:] for one in library.ended} == {b"1"} and not engine.close(0.05)
+        held.set()
+        assert engine.close(5)
+
+
+def test_the_engine_ends_also_where_the_device_takes_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Queues()
+    with over_nccl(config(2, 1), library) as (made, _):
+        monkeypatch.setattr(nccl.driver_calls, "copy", lambda *arguments: 1 / 0)
+        made[0].mail.engine.give_up()
+        assert len(library.ended) == 2
 
 
 def test_old_mail_of_a_rank_that_has_given_up_is_no_new_mail() -> None:

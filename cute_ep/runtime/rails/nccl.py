@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -58,8 +59,8 @@ class NcclRail:
         self.words = (ctypes.c_int64 * (2 * len(Channel) + 1)).from_address(self._host.address)
         self.words[2 * len(Channel)] = 1  # for the abort word
         self._stream = take_stream(device)
-        self._lock = threading.Lock()
-        self._ended, self._gone = False, threading.Event()
+        self._lock, self._ending = threading.Lock(), threading.Lock()
+        self._ended, self._left = False, set[int]()  # communicators that are not gone yet
 
     # ---- an engine of mail
 
@@ -126,11 +127,19 @@ class NcclRail:
     def give_up(self) -> None:
         """Have kernels of this rank wait for nobody any more, and end what NCCL has under way. It returns soon: NCCL
         may wait for graphs that hold a communicator, and the device for what is queued."""
+        try:
+            within(BRIEFLY_S, self._set_abort, "set the abort word")
+        except Exception as error:  # of a device that has failed, or whose queue is full
+            LOG.warning("kernels may wait until their own timeout: %s", error)
+        finally:
+            self._end(BRIEFLY_S)
+
+    def _set_abort(self) -> None:
         with on_device(self._device):
+            driver_calls.relax_capture()
             one = self._host.address + 8 * 2 * len(Channel)
             driver_calls.copy(self._abort, one, 8, self._stream.cuda_stream)
             wait_until(self._stream.query, BRIEFLY_S)
-        self._end(BRIEFLY_S)
 
     def close(self, patience: float) -> bool:
         """End the communicators, whose work has ended everywhere. False: something still holds one, which may use its
@@ -138,28 +147,33 @@ class NcclRail:
         ended = self._end(patience)
         if ended:
             give_back(self._stream)
+            self.words = type(self.words)(*self.words)
             self._host.free()
         return ended
 
     def _end(self, seconds: float) -> bool:
-        """Abort the communicators, once, in a thread of its own. Whether they are gone in so many seconds."""
+        """Abort the communicators, once. Whether they are gone in so many seconds. Each in a thread of its own: NCCL
+        waits for what is queued behind a channel's exchanges, which may be those of the other one."""
         locked = self._lock.acquire(timeout=BRIEFLY_S)  # a call of the library that hangs has it
-        if not self._ended:
-            self._ended = True
-            threading.Thread(target=self._abort_all, name="cute_ep", daemon=True).start()
+        with self._ending:
+            begins, self._ended = not self._ended, True
         if locked:
             self._lock.release()
-        return self._gone.wait(seconds)
+        if begins:
+            for communicator in list(self._communicators.values()):
+                self._left.add(communicator)
+                work = partial(self._abort_one, communicator)
+                threading.Thread(target=work, name="cute_ep", daemon=True).start()
+        return wait_until(lambda: not self._left, seconds)
 
-    def _abort_all(self) -> None:
+    def _abort_one(self, communicator: int) -> None:
         try:
             with on_device(self._device):
                 driver_calls.relax_capture()
-                for communicator in self._communicators.values():
-                    self._library.abort(communicator)
-            self._gone.set()
-        except EPError as error:
-            LOG.warning("NCCL's communicators stay: %s", error)
+                self._library.abort(communicator)
+            self._left.discard(communicator)
+        except Exception as error:
+            LOG.warning("a communicator of NCCL stays: %s", error)
 
 
 def _begun_at(channel: Channel) -> int:

@@ -13,14 +13,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from cute_ep.api.errors import EPError
 from cute_ep.layouts.maps.mail import Channel, Piece
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime import driver_calls
+from cute_ep.runtime.rails.nccl import within
 from cute_ep.runtime.status import Status
 
+Made = TypeVar("Made")
 LOG = logging.getLogger(__name__)
 
 PHASES = {Channel.FRAMES: Phase.FRAME, Channel.SUMS: Phase.SUMS}
@@ -86,8 +89,10 @@ class Watch:
             while not self._stop.wait(self._tick_s):
                 if self._look():
                     return
-        except Exception:  # of a device or a store that has failed: nobody may wait for what is not watched
+        except Exception:  # nobody may wait for what is not watched, nor take it for right
             LOG.exception("rank %s: exchanges between nodes end, they cannot be watched any more", self._status.rank)
+            for channel in Channel:
+                self._report(channel, self._others)
             self._engine.give_up()
 
     def _look(self) -> bool:
@@ -102,11 +107,12 @@ class Watch:
             lasted = self._lasted(channel)
             begun = self._since[channel][0]
             if lasted > self._post_s and self._posted[channel] < begun:
-                self._board.post(channel.name, str(begun))
                 self._posted[channel] = begun
+                self._ask(partial(self._board.post, channel.name, str(begun)), None)
             if lasted > self._timeout_s and self._still_lasts(channel, begun):
-                for rank in self._late(channel, begun):
-                    self._status.report(rank, PHASES[channel], len(Piece), begun, self._engine.rounds(channel)[1])
+                nobody: Sequence[int] = ()
+                late = self._ask(partial(self._late, channel, begun), nobody)
+                self._report(channel, late or self._others)
                 self._engine.give_up()
                 return True
         return False
@@ -125,9 +131,19 @@ class Watch:
         return self._engine.rounds(channel) == (begun, begun - 1)
 
     def _late(self, channel: Channel, begun: int) -> Sequence[int]:
-        """The ranks that have not begun an exchange; all of the rail, if none of them is known not to."""
+        """The ranks of which nobody knows that they have begun an exchange."""
+        return [rank for rank in self._others if int(self._board.posted(channel.name, rank) or 0) < begun]
+
+    def _ask(self, call: Callable[[], Made], otherwise: Made) -> Made:
+        """What the board says; `otherwise`: it is gone, or silent, as that of a host that has lost its network."""
         try:
-            late = [rank for rank in self._others if int(self._board.posted(channel.name, rank) or 0) < begun]
-        except EPError:  # the store is gone
-            late = []
-        return late or self._others
+            return within(MOST_POST_S, call, "reach the group's store")
+        except EPError as error:
+            LOG.warning("rank %s: %s", self._status.rank, error)
+            return otherwise
+
+    def _report(self, channel: Channel, ranks: Sequence[int]) -> None:
+        """A record for each of these ranks, whose part of the exchange that is under way has not come."""
+        begun, ended = self._engine.rounds(channel)
+        for rank in ranks if begun > ended else ():
+            self._status.report(rank, PHASES[channel], len(Piece), begun, ended)
