@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -56,6 +57,13 @@ class Frame:
     rows: QuantizedRows
     topk_ids: torch.Tensor
     router_weights: torch.Tensor
+
+
+class SumsOf(NamedTuple):
+    """What a round of sums is of: frames of so many rows, and a batch, by the address of its dispatch round (int32)."""
+
+    frame: int
+    batch: int
 
 
 @dataclass(frozen=True)
@@ -202,20 +210,20 @@ class RankMail:
 
     # ---- sums
 
-    def send_sums(self, sums: torch.Tensor, frame: int) -> int:
+    def send_sums(self, sums: torch.Tensor, of: SumsOf) -> int:
         """Pack the own node's [nodes * F, hidden] sums, and put each node's. Returns their landing, for `add_sums`."""
         landing = self._sums_sent % PARITIES if self.engine.queued else 0
-        put = self.sums_put(frame, landing)
-        self._pack_sums(sums, put, frame, self.cfg.hidden)
+        put = self.sums_put(of.frame, landing)
+        self._pack_sums(sums, put, of, self.cfg.hidden)
         self.engine.put(self, Channel.SUMS, [put])
         self._sums_sent += 1
         return landing
 
-    def _pack_sums(self, sums: torch.Tensor, put: Put, frame: int, columns: int) -> None:
+    def _pack_sums(self, sums: torch.Tensor, put: Put, of: SumsOf, columns: int) -> None:
         """Copy [nodes * F, columns] to where a put takes them from."""
-        group, ctas, out = self._group(Channel.SUMS), -(-frame // WARPS), self.base + put.source
-        args = PackSumsArgs(group, sums.data_ptr(), out, put.step, put.source_turn, frame, columns // 8)
-        self._launch("pack_sums", args, ctas)
+        group, out = self._group(Channel.SUMS, of.batch), self.base + put.source
+        args = PackSumsArgs(group, sums.data_ptr(), out, put.step, put.source_turn, of.frame, columns // 8)
+        self._launch("pack_sums", args, -(-of.frame // WARPS))
 
     def sums_put(self, frame: int, landing: int) -> Put:
         """What travels of the sums that this rank's node has made. `landing`: the first one."""
@@ -225,13 +233,13 @@ class RankMail:
             Piece.ROUTES, source.at(landing), source.stride[1], to.at(landing, self.node), to.stride[1], nbytes, *turns
         )
 
-    def add_sums(self, own: torch.Tensor, out: torch.Tensor, out_type: OutputType, frame: int, landing: int) -> None:
+    def add_sums(self, own: torch.Tensor, out: torch.Tensor, out_type: OutputType, of: SumsOf, landing: int) -> None:
         """Wait for the other nodes' sums of the oldest round that was not received, write all nodes' sum into `out`
         [T, hidden], and free them. `own`: [T, hidden] of the own node; `landing`: what `send_sums` returned."""
-        put, tokens = self.sums_put(frame, landing), out.shape[0]
+        put, tokens = self.sums_put(of.frame, landing), out.shape[0]
         headers, turn, pitch = self.base + self.map.sums.at(landing), put.to_turn, put.to_step
-        awaited = AwaitMailArgs(self._group(Channel.SUMS), 1 << Piece.ROUTES, headers, pitch, turn, frame)
-        self._launch("await_sums", awaited, 1)
+        group = self._group(Channel.SUMS, of.batch)
+        self._launch("await_sums", AwaitMailArgs(group, 1 << Piece.ROUTES, headers, pitch, turn, of.frame), 1)
         slices = slices_log2(tokens, 2 * self.cfg.hidden, self.parts.max_ctas * WARPS) if tokens else 0
         self._launch(
             "sum_nodes",
@@ -253,26 +261,27 @@ class RankMail:
 
     # ---- rows of entries, by an engine that is queued
 
-    def send_entries(self, rows: torch.Tensor, frame: int) -> torch.Tensor:
+    def send_entries(self, rows: torch.Tensor, of: SumsOf) -> torch.Tensor:
         """Pack the own node's [nodes * F, top_k, hidden] bfloat16 rows, and put each node's. Returns new memory, where
         those of the other nodes land."""
         cfg, columns = self.cfg, self.cfg.top_k * self.cfg.hidden
-        pitch = sums_bytes(frame, columns)
+        pitch = sums_bytes(of.frame, columns)
         sent, landing = (torch.empty(cfg.nodes, pitch, dtype=torch.uint8, device=rows.device) for _ in range(2))
         source, to = sent.data_ptr() - self.base, landing.data_ptr() - self.base + self.node * pitch
         put = Put(Piece.ROUTES, source, pitch, to, pitch, pitch)
-        self._pack_sums(rows, put, frame, columns)
+        sent[:, :HEADER_BYTES].zero_()  # after a failure none is written
+        self._pack_sums(rows, put, of, columns)
         self.engine.put(self, Channel.SUMS, [put])
         return landing
 
-    def take_entries(self, landing: torch.Tensor, frame: int) -> torch.Tensor:
+    def take_entries(self, landing: torch.Tensor, of: SumsOf) -> torch.Tensor:
         """Wait for what lands there. Returns [nodes, F, top_k, hidden] bfloat16, of which the own node's are not
         there."""
         cfg, pitch = self.cfg, landing.shape[1]
-        group = self._group(Channel.SUMS)
-        self._launch("await_sums", AwaitMailArgs(group, 1 << Piece.ROUTES, landing.data_ptr(), pitch, 0, frame), 1)
+        group = self._group(Channel.SUMS, of.batch)
+        self._launch("await_sums", AwaitMailArgs(group, 1 << Piece.ROUTES, landing.data_ptr(), pitch, 0, of.frame), 1)
         self.free(Channel.SUMS)
-        return landing[:, HEADER_BYTES:].view(torch.bfloat16).view(cfg.nodes, frame, cfg.top_k, cfg.hidden)
+        return landing[:, HEADER_BYTES:].view(torch.bfloat16).view(cfg.nodes, of.frame, cfg.top_k, cfg.hidden)
 
     def free(self, channel: Channel) -> None:
         """Tell the other nodes' ranks that this rank has read what came, once it has."""
@@ -302,7 +311,7 @@ class RankMail:
     def _view(self, begin: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         return self.memory[begin : begin + nbytes].view(dtype)
 
-    def _group(self, channel: Channel) -> MailGroup:
+    def _group(self, channel: Channel, batch: int = 0) -> MailGroup:
         at, parts = self.map, self.parts
         return MailGroup(
             status=parts.status,
@@ -314,6 +323,7 @@ class RankMail:
             arrived=self.base + at.arrived.at(channel),
             free=self.base + at.free.at(channel),
             begun=self.engine.begun(channel),
+            batch=batch,
         )
 
     def _launch(self, kernel: str, arguments: Fields, ctas: int) -> None:

@@ -27,11 +27,12 @@ from cute_ep.api.row_tensors import QuantizedRows
 from cute_ep.api.types import CombineMode, ScaledFormat
 from cute_ep.api.validate import check_buffers, check_input
 from cute_ep.api.validate_combine import OUTPUT_TYPES, check_batch, check_rows, check_sum
+from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.mail import Channel
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime.flags import over_nodes
 from cute_ep.runtime.local_ops import quantize
-from cute_ep.runtime.mail import Frame, RankMail
+from cute_ep.runtime.mail import Frame, RankMail, SumsOf
 from cute_ep.runtime.meeting import close_after
 from cute_ep.runtime.node_entries import choose_rows, exact_sums, unweighted_rows
 from cute_ep.runtime.status import Status
@@ -240,7 +241,7 @@ class NodesCommunicator(EPCommunicator):
         of_node: CombineMode = "partial" if mode == "partial" else "unweighted"
         pending.sums = self.node.combine(rows, self._of_node(dispatched), mode=of_node)
         send = self.mail.send_sums if mode == "partial" else self.mail.send_entries
-        pending.landing = send(pending.sums, self.cfg.frame_rows(dispatched.frame))
+        pending.landing = send(pending.sums, self._sums_of(dispatched))
         return pending
 
     def _of_node(self, dispatched: Dispatched) -> Dispatched:
@@ -250,15 +251,19 @@ class NodesCommunicator(EPCommunicator):
         slices = dispatched.return_slices_log2
         return Dispatched(dispatched.buffers, self.node.rank, ids, None, slices, dispatched.row_per_entry, True)
 
+    def _sums_of(self, dispatched: Dispatched) -> SumsOf:
+        word = dispatched.headers.data_ptr() + 4 * HeaderWord.ROUND
+        return SumsOf(self.cfg.frame_rows(dispatched.frame), word)
+
     def _add(self, pending: SentSums, weights: torch.Tensor | None, out: torch.Tensor) -> None:
         """The sums of all nodes for this rank's tokens, or their rows."""
         dispatched, mode, _ = pending
         frame, node = self.cfg.frame_rows(dispatched.frame), self.cfg.node(self.rank)
         own = pending.sums[node * frame : (node + 1) * frame]
         if isinstance(pending.landing, int):
-            self.mail.add_sums(own, out, OUTPUT_TYPES[out.dtype], frame, pending.landing)
+            self.mail.add_sums(own, out, OUTPUT_TYPES[out.dtype], self._sums_of(dispatched), pending.landing)
         else:
-            rows = self.mail.take_entries(pending.landing, frame)
+            rows = self.mail.take_entries(pending.landing, self._sums_of(dispatched))
             rows[node] = own
             chosen, served = choose_rows(self.cfg, rows, dispatched.topk_ids)
             if mode == "exact":

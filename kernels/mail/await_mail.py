@@ -47,7 +47,7 @@ class AwaitMail:
 
     @cute.jit
     def _are_of(self, args: AwaitMailArgs, place: Place, epoch: Int64, alive: Boolean) -> Boolean:
-        """Whether the mail of the thread's node is of this round and has frames of as many rows."""
+        """Whether the mail of the thread's node is of this round, has frames of as many rows, and is of this batch."""
         node = place.tid
         if alive & (node < args.group.nodes) & (node != args.group.node):
             header = args.headers + Int64(node) * args.pitch + (epoch & 1) * args.turn
@@ -58,6 +58,11 @@ class AwaitMail:
             elif frame != args.frame:
                 report(place.wait_context, Awaited(node, Phase.FRAME_SIZE, Int32(epoch)), args.frame, frame)
                 alive = Boolean(False)
+            else:
+                own, theirs = place.batch(), self._word(header, MailHeader.BATCH)
+                if (own != theirs) & (own != 0) & (theirs != 0):
+                    report(place.wait_context, Awaited(node, Phase.PAIR, Int32(epoch)), own, theirs)
+                    alive = Boolean(False)
         return alive
 
     def _word(self, header: Int64, word: MailHeader) -> Int32:

@@ -53,6 +53,14 @@ class Place:
         return cute.arch.load(pointer(self.round_word(word), Int64), Int64)
 
     @cute.jit
+    def batch(self) -> Int32:
+        """The dispatch round of the batch whose sums these are; 0: unknown."""
+        found = Int32(0)
+        if self.group.batch != 0:
+            found = cute.arch.load(pointer(self.group.batch, Int32), Int32)
+        return found
+
+    @cute.jit
     def wait_free(self, epoch: Int64, phase: Phase) -> Boolean:
         """CTA barrier: wait until every other node's rank has read this rank's mail of round `epoch`.
 
@@ -77,6 +85,7 @@ class Place:
             for node in cutlass.range(count, unroll=1):
                 gHeader = array(headers + Int64(node) * pitch, Int32, len(MailHeader))
                 gHeader[int(MailHeader.FRAME)] = frame
+                gHeader[int(MailHeader.BATCH)] = self.batch()
                 gHeader[int(MailHeader.ROUND)] = Int32(epoch)
             cute.arch.store(pointer(self.round_word(RoundWord.SENT), Int64), epoch)
             if self.group.begun != 0:

@@ -71,10 +71,12 @@ class MailHeader(IntEnum):
     Attributes:
         ROUND: of the channel, its low 32 bits. Written after everything else.
         FRAME: rows of a frame.
+        BATCH: of sums, the dispatch round of their batch; 0: it is unknown.
     """
 
     ROUND = 0
     FRAME = 1
+    BATCH = 2
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ class MailGroup(NamedTuple):
         arrived: its words of `arrived`, (node, piece).
         free: its words of `free`, (node).
         begun: host-visible word for the round that was packed last; 0: nobody asks.
+        batch: int32 dispatch round of the batch whose sums these are; 0: of frames, or unknown.
     """
 
     status: Address
@@ -29,6 +30,7 @@ class MailGroup(NamedTuple):
     arrived: Address
     free: Address
     begun: Address
+    batch: Address
 
 
 class PackFrameArgs(NamedTuple):

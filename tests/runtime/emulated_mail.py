@@ -65,6 +65,10 @@ class Emulated:
     def rounds(self, which: RoundWord) -> torch.Tensor:
         return word(self.group("rounds") + LL_BYTES * which)
 
+    @property
+    def batch(self) -> int:
+        return int(at(self.group("batch"), torch.int32, 1)) if self.group("batch") else 0
+
     def report(self, record: int, phase: Phase, index: int, expected: int, seen: int) -> None:
         words = at(self.group("status") + record * 4 * len(StatusWord), torch.int32, len(StatusWord))
         if phase in INPUT_ERRORS or not int(words[StatusWord.PHASE]):
@@ -86,7 +90,8 @@ class Emulated:
     def finish(self, epoch: int, headers: Sequence[int], frame: int) -> None:
         for address in headers:
             header = at(address, torch.int32, len(MailHeader))
-            header[MailHeader.FRAME], header[MailHeader.ROUND] = frame, epoch
+            header[MailHeader.FRAME], header[MailHeader.BATCH] = frame, self.batch
+            header[MailHeader.ROUND] = epoch
         self.rounds(RoundWord.SENT).fill_(epoch)
         if self.group("begun"):
             word(self.group("begun")).fill_(epoch)
@@ -176,6 +181,8 @@ class Emulated:
                 self.report(node, phase, len(Piece), epoch, header[MailHeader.ROUND])
             elif header[MailHeader.FRAME] != frame:
                 self.report(node, Phase.FRAME_SIZE, epoch, frame, header[MailHeader.FRAME])
+            elif self.batch and header[MailHeader.BATCH] and self.batch != header[MailHeader.BATCH]:
+                self.report(node, Phase.PAIR, epoch, self.batch, header[MailHeader.BATCH])
         if self.healthy:
             self.rounds(RoundWord.RECEIVED).fill_(epoch)
 

@@ -222,3 +222,19 @@ def test_what_keeps_no_rows_keeps_none() -> None:
         sums = on_all(made, lambda rank: made[rank].combine(rows[rank], batches[rank]))
         for rank, one in enumerate(reference.combine(cfg, rows, want)):
             assert_bits(sums[rank], one, f"rank {rank}")
+
+
+def test_nodes_that_combine_other_batches_are_told() -> None:
+    """Each its own, and the others'; nothing is summed."""
+    cfg = config(2, 1, timeout_s=5)
+    with connected(cfg) as made:
+        given, want = batch_of(cfg, 3, None)
+        rows = rows_for(want, cfg, 1)
+        batches = [on_all(made, lambda rank: made[rank].dispatch(**vars(given[rank]))) for _ in range(2)]
+        at_once(range(2), lambda rank: made[rank].combine(rows[rank], batches[rank][rank]))
+        for rank in range(2):
+            words = (
+                f"combine round 1 has the batch of dispatch round {rank + 1} here, but rank {1 - rank} rows of dispatch"
+            )
+            with pytest.raises(EPError, match=f"{words} round {2 - rank}: all"):
+                made[rank].synchronize()
