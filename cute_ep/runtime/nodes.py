@@ -81,7 +81,7 @@ class NodesCommunicator(EPCommunicator):
         self.node, self.mail, self._status, self._release = node, mail, status, release
         self.origin, self.stream = Origin(cfg, rank, node.device), node.stream
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
-        self._streams: set[torch.cuda.Stream] = set()  # that were given work since `synchronize`
+        self._streams: set[int] = set()  # raw handles of the streams that were given work since `synchronize`
 
     @property
     def failed(self) -> bool:
@@ -285,7 +285,7 @@ class NodesCommunicator(EPCommunicator):
             return
         caller = torch.cuda.current_stream(self.device)
         stream = self.stream if self.shares_device and self.stream is not None else caller
-        self._streams.add(stream)
+        self._streams.add(stream.cuda_stream)
         if stream != caller:
             stream.wait_stream(caller)
             for tensor in tensors:
@@ -330,8 +330,18 @@ class NodesCommunicator(EPCommunicator):
         """Wait for this rank's work and raise what its kernels reported, of the mail first."""
         self._check_open()
         used, self._streams = self._streams, set()
-        for stream in used:
-            stream.synchronize()
+        try:
+            if used:
+                here = (torch.cuda.current_stream(self.device), self.stream)
+                known = {stream.cuda_stream: stream for stream in here if stream is not None}
+                if used <= set(known):
+                    for stream in known.values():
+                        stream.synchronize()
+                else:  # one of them may be gone by now, so they are not waited for one by one
+                    torch.cuda.synchronize(self.device)
+        except BaseException:
+            self._streams |= used
+            raise
         others = self._looked()
         try:
             with self._telling():

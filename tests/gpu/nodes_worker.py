@@ -89,18 +89,22 @@ def check_rounds(ranks_per_node: int) -> None:
 
 
 def check_unsynchronised(ranks_per_node: int) -> None:
-    """Many rounds one after the other, with two dispatches and two combines outstanding; each output is compared on the
-    device."""
+    """Many rounds one after the other, two dispatches and two combines outstanding, the former received on another
+    stream; each output is compared on the device."""
     with connect(config(ranks_per_node), library=LIBRARY) as ep:
         rounds = [Round(ep, number) for number in range(6)]
-        wrong = torch.zeros((), dtype=torch.int64, device=ep.device)
+        wrong, other = torch.zeros((), dtype=torch.int64, device=ep.device), torch.cuda.Stream()
         torch.cuda.synchronize()
         for turn in range(60):
             if turn % 11 == ep.rank:
                 torch.cuda._sleep(3_000_000)
             some = [rounds[(2 * turn + which) % 6] for which in range(2)]
             sent = [ep.dispatch_async(**one.given, frame=one.frame) for one in some]
-            batches = [ep.dispatch_wait(one) for one in sent]
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                batches = [ep.dispatch_wait(one) for one in sent]
+                del sent
+            torch.cuda.current_stream().wait_stream(other)
             back = [ep.combine_async(one.rows, batch) for one, batch in zip(some, batches, strict=True)]
             for one, pending in zip(some, back, strict=True):
                 wrong += torch.ne(ep.combine_wait(pending).view(torch.int16), one.sums.view(torch.int16)).sum()
@@ -119,13 +123,15 @@ class Replayed:
         for one in self.rounds:  # first use of everything
             one.run(ep, split=False)
         self.buffers = [poisoned_buffers(ep, int(one.want[ep.rank].num_rows)) for one in self.rounds]
-        self.home = [torch.empty_like(one.sums) for one in self.rounds]
+        self.modes = ["exact" if number == 1 else "partial" for number in range(calls)]
+        self.sums = [one.home[mode] for one, mode in zip(self.rounds, self.modes, strict=True)]
+        self.home = [torch.empty_like(one) for one in self.sums]
         self.graph = torch.cuda.CUDAGraph()
         self.batches: list[Dispatched] = []
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            for one, buffers, home in zip(self.rounds, self.buffers, self.home, strict=True):
+            for one, buffers, home, mode in zip(self.rounds, self.buffers, self.home, self.modes, strict=True):
                 self.batches.append(ep.dispatch(**one.given, frame=one.frame, out=buffers))
-                ep.combine(one.rows, self.batches[-1], out=home)
+                ep.combine(one.rows, self.batches[-1], mode=mode, out=home)
 
     def check(self, turn: int) -> None:
         """Replay with tokens in another order, and compare with the reference."""
@@ -135,11 +141,11 @@ class Replayed:
             poison(home)
         self.graph.replay()
         self.ep.synchronize()
-        for one, buffers, home in zip(self.rounds, self.buffers, self.home, strict=True):
+        for one, buffers, home, sums in zip(self.rounds, self.buffers, self.home, self.sums, strict=True):
             want = reference.dispatch(one.cfg, *one.columns[:2], None, one.columns[2], frame=one.frame)
             used = int(want[one.rank].num_rows)
             assert_bits(buffers.tokens[:used], want[one.rank].tokens, f"rows of turn {turn}")
-            assert_bits(home, one.sums, f"sums of turn {turn}")
+            assert_bits(home, sums, f"sums of turn {turn}")
 
 
 def check_graphs(ranks_per_node: int) -> None:
