@@ -146,7 +146,7 @@ def print_devices(console: Console) -> None:
     """GPUs with their links, or one line where there are none."""
     import torch
 
-    from cute_ep.bench.machine import driver_version, link_matrix
+    from cute_ep.bench.machine import driver_version, link_matrix, nccl_version
 
     gpus = gpu_facts()
     if not gpus:
@@ -154,9 +154,9 @@ def print_devices(console: Console) -> None:
             f"no CUDA GPU here (torch {torch.__version__}); the reference backend runs on the CPU", highlight=False
         )
         return
-    table = Table(
-        title=f"devices: driver {driver_version() or 'unknown'}, CUDA {torch.version.cuda}, torch {torch.__version__}",
-    )
+    versions = {"driver": driver_version() or "unknown", "CUDA": torch.version.cuda, "torch": torch.__version__}
+    versions["NCCL"] = nccl_version() or "none, which several nodes need"
+    table = Table(title="devices: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     for name in ("device", "name", "architecture"):
         table.add_column(name)
     for name in ("SMs", "memory", "free"):
