@@ -25,9 +25,10 @@ def wrong_once(*arguments):
         raise AssertionError("one byte differs")
     compare(*arguments)
 
-if {broken} and os.environ["RANK"] == "3":
-    rounds.assert_bits = wrong_once
-verify.TIMEOUT_S = 2.0
+if {broken}:
+    verify.TIMEOUT_S = 10.0  # which the others wait for rank 3's combine
+    if os.environ["RANK"] == "3":
+        rounds.assert_bits = wrong_once
 code = main(["verify", "--nodes"])
 if os.environ["RANK"] == "0":
     print("code", code)
