@@ -29,6 +29,7 @@ from cute_ep.layouts.maps.mail import Channel
 from cute_ep.runtime.mail import RankMail
 from cute_ep.runtime.nodes import NodesCommunicator
 from cute_ep.runtime.rails.engine import Put
+from cute_ep.runtime.rails.nccl import exchange
 from cute_ep.runtime.rails.nccl_library import NcclLibrary
 from cute_ep.testing.workloads import make_rank_inputs
 from cute_ep.torch_internals import current_stream, sleep_on_gpu
@@ -95,15 +96,7 @@ class Bare:
         self.communicator = self.library.connect(ids[0], mail.node, mail.cfg.nodes, FREE_SMS)
 
     def exchange(self, pieces: list[Put]) -> None:
-        stream = current_stream(self.mail.memory.device.index)
-        with self.library.group():
-            for one in pieces:
-                for node in range(self.mail.cfg.nodes):
-                    if node != self.mail.node:
-                        source = self.mail.base + one.source + node * one.step
-                        to = self.mail.base + one.to + (node - self.mail.node) * one.to_step
-                        self.library.send(source, one.nbytes, node, self.communicator, stream)
-                        self.library.receive(to, one.nbytes, node, self.communicator, stream)
+        exchange(self.library, self.communicator, self.mail, pieces, current_stream(self.mail.memory.device.index))
 
 
 def times(cfg: EPConfig, tokens: int, library: Path | None) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from types import TracebackType
 from typing import NamedTuple
 
@@ -73,6 +73,17 @@ def _sender(operation: str, given: DispatchInput) -> str:
 def _read_by_combine(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:
     """What combine reads of a batch, so what must be there until it has run."""
     return dispatched.topk_ids, dispatched.row_map, dispatched.headers, dispatched.weights
+
+
+def wait_for(device: torch.device, used: Set[int], *here: torch.cuda.Stream) -> None:
+    """Wait for streams that were used, by their raw handles, and for those that are `here`. Others than these may be
+    gone by now, so they are not waited for one by one, but the whole device is."""
+    known = {stream.cuda_stream: stream for stream in here}
+    if used <= set(known):
+        for stream in known.values():
+            stream.synchronize()
+    else:
+        torch.cuda.synchronize(device)
 
 
 class Communicator(EPCommunicator):
@@ -293,13 +304,8 @@ class Communicator(EPCommunicator):
         """
         self._check_open()
         used, self._streams = self._streams, set()  # another thread may launch from now on
-        here = {stream.cuda_stream: stream for stream in (self._work_stream(), self._current_stream())}
         try:
-            if used <= set(here):
-                for stream in here.values():
-                    stream.synchronize()
-            else:  # one of them may be gone by now, so they are not waited for one by one
-                torch.cuda.synchronize(self.device)
+            wait_for(self.device, used, self._work_stream(), self._current_stream())
         except BaseException:
             self._streams |= used
             raise

@@ -30,6 +30,7 @@ from cute_ep.api.validate_combine import OUTPUT_TYPES, check_batch, check_rows, 
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.mail import Channel
 from cute_ep.layouts.maps.routing import Phase
+from cute_ep.runtime.communicator import wait_for
 from cute_ep.runtime.flags import over_nodes
 from cute_ep.runtime.local_ops import quantize
 from cute_ep.runtime.mail import Frame, RankMail, SumsOf
@@ -333,12 +334,7 @@ class NodesCommunicator(EPCommunicator):
         try:
             if used:
                 here = (torch.cuda.current_stream(self.device), self.stream)
-                known = {stream.cuda_stream: stream for stream in here if stream is not None}
-                if used <= set(known):
-                    for stream in known.values():
-                        stream.synchronize()
-                else:  # one of them may be gone by now, so they are not waited for one by one
-                    torch.cuda.synchronize(self.device)
+                wait_for(self.device, used, *(stream for stream in here if stream is not None))
         except BaseException:
             self._streams |= used
             raise

@@ -71,18 +71,11 @@ class NcclRail:
 
     def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
         """As of `Engine`; and receive the same pieces of the other nodes' ranks."""
-        stream, others = self._stream_of(mail), [node for node in range(mail.cfg.nodes) if node != mail.node]
+        stream = self._stream_of(mail)
         with self._lock:
             if self._ended:
                 raise EPError(f"rank {mail.parts.rank}: NCCL between nodes was aborted; close, and connect again")
-            communicator = self._communicators[channel]
-            with self._library.group():
-                for one in pieces:
-                    for node in others:
-                        source = mail.base + one.source + node * one.step
-                        to = mail.base + one.to + (node - mail.node) * one.to_step
-                        self._library.send(source, one.nbytes, node, communicator, stream)
-                        self._library.receive(to, one.nbytes, node, communicator, stream)
+            exchange(self._library, self._communicators[channel], mail, pieces, stream)
         mail.signal(channel, _ended_at(channel), 1, RoundWord.SENT)
 
     def free(self, mail: RankMail, channel: Channel) -> None:
@@ -174,6 +167,18 @@ class NcclRail:
             self._left.discard(communicator)
         except Exception as error:
             LOG.warning("a communicator of NCCL stays: %s", error)
+
+
+def exchange(library: NcclLibrary, communicator: int, mail: RankMail, pieces: Sequence[Put], stream: int) -> None:
+    """Queue pieces to the other nodes' ranks, and theirs to where they land in this mail."""
+    with library.group():
+        for one in pieces:
+            for node in range(mail.cfg.nodes):
+                if node != mail.node:
+                    source = mail.base + one.source + node * one.step
+                    to = mail.base + one.to + (node - mail.node) * one.to_step
+                    library.send(source, one.nbytes, node, communicator, stream)
+                    library.receive(to, one.nbytes, node, communicator, stream)
 
 
 def _begun_at(channel: Channel) -> int:
