@@ -23,6 +23,12 @@ class EPInputError(EPError, ValueError):
     """An argument of one call that breaks the contract: says which, its value and the rule."""
 
 
+READING = (
+    "Rounds count from 1 on this communicator, dispatch and combine apart. A rank that is named may itself have waited "
+    "for another: read its own error first."
+)
+
+
 class EPTimeout(EPError, TimeoutError):
     """Peers did not arrive within the configured time. The communicator is unusable afterwards.
 
@@ -44,7 +50,7 @@ class EPTimeout(EPError, TimeoutError):
         flags: Flags | None = None,
     ) -> None:
         self.phase, self.rank, self.missing, self.details, self.flags = phase, rank, missing, details, flags
-        lines = "".join(f"\n  {line}" for line in details)
+        lines = "".join(f"\n  {line}" for line in (*details, READING)) if details else ""
         super().__init__(f"rank {rank} gave up waiting in phase {phase} for rank(s) {list(missing)}{lines}")
 
     def __reduce__(self) -> tuple:

@@ -9,15 +9,18 @@ from pathlib import Path
 
 from cute_ep.api.errors import EPInputError
 
+NOT_CALLED = "it did not call it, its launch is behind other work of its stream, it has given up, or its device failed"
+"""Why a rank has done nothing of a call."""
+
 MEANINGS = {
     "dispatch_consumed": "it has launched no dispatch since it received that round, so its buffers may still be in use",
-    "table": "it has not sent this dispatch: it did not call it, or its launch waits on its stream",
+    "table": f"it has sent nothing of this dispatch: {NOT_CALLED}",
     "entries": "it has sent the counts of this dispatch, but not the experts of these tokens",
     "message_ready": "it has sent the routing of this dispatch, but not these rows",
     "combine_consumed": "it has launched no combine since it received that round, so its buffers may still be in use",
-    "return_rounds": "it has not begun this combine: it did not call it, or its launch waits on its stream",
-    "arrived": "it has not sent this piece (last index: 0 rows, 1 scale factors, 2 routes or sums): it did not call "
-    "it, its launch waits on its stream, it has given up, or the network failed",
+    "return_rounds": f"it has not begun this combine: {NOT_CALLED}",
+    "arrived": "this piece of its mail has not come (last index: 0 rows, 1 scale factors, 2 routes or sums): "
+    f"{NOT_CALLED}, or the network",
     "free": "it has not read this rank's mail of that round, so no other can be sent",
     "calls": "it has not made this call",
 }

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from cute_ep.api.errors import EPError, EPTimeout, raise_input_error
-from cute_ep.api.flags import Flags
+from cute_ep.api.flags import NOT_CALLED, Flags
 from cute_ep.layouts.maps.arena import MAX_SLICES, StateWord
 from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord, pack_phase, unpack_phase
 from cute_ep.runtime.driver import HostMemory
@@ -17,28 +17,28 @@ ORDER_OPERATIONS = {StateWord.DISPATCH_SEND_EPOCH: "dispatch", StateWord.COMBINE
 MISSING = {
     Phase.DISPATCH_CONSUMED: "it has launched no dispatch since it received round {round} (the last: {seen}), so round "
     "{next} cannot be sent; has it stopped, or is it behind with its calls?",
-    Phase.ROUTE_TABLE: "it has not sent dispatch round {round}: it did not call it, or its launch waits on its stream",
+    Phase.ROUTE_TABLE: f"it has sent nothing of dispatch round {{round}}: {NOT_CALLED}",
     Phase.ROUTE_ENTRY: "it has sent the counts of dispatch round {round}, but not the routing of its "
     "topk_ids.flatten()[{index}]; did its launch end, or its device fail?",
-    Phase.MESSAGE: "it has sent the routing of dispatch round {round}, but not slice {slice} of its token {token} (the "
-    "flag: {seen}); did its launch end, or its device fail?",
+    Phase.MESSAGE: "it has sent the routing of dispatch round {round}, but not slice {slice} of its token {token} "
+    "(there it last sent round {seen}); did its launch end, or its device fail?",
     Phase.MESSAGE_WORDS: "it has sent the routing of dispatch round {round}, but not all words of slice {slice} of "
     "its token {token}; did its launch end, or its device fail?",
     Phase.COMBINE_CONSUMED: "it has launched no combine since it received round {round} (the last: {seen}), so round "
     "{next} cannot be sent; has it stopped, or is it behind with its calls?",
-    Phase.RETURN_ROUND: "it has not begun combine round {round}: it did not call it, or its launch waits on its stream",
-    Phase.RETURN: "it has not returned slice {slice} of this rank's token {token} in combine round {round} (the flag: "
-    "{seen}): it did not call it, its launch waits on its stream, or its device failed",
-    Phase.RETURN_WORDS: "it has not returned all words of slice {slice} of this rank's token {token} in combine round "
-    "{round}: it did not call it, its launch waits on its stream, or its device failed",
+    Phase.RETURN_ROUND: f"it has not begun combine round {{round}}: {NOT_CALLED}",
+    Phase.RETURN: "it has not returned all rows in combine round {round}: slice {slice} of this rank's token {token} "
+    f"is missing (there it last returned round {{seen}}): {NOT_CALLED}",
+    Phase.RETURN_WORDS: "it has not returned all rows in combine round {round}: words of slice {slice} of this rank's "
+    f"token {{token}} are missing: {NOT_CALLED}",
     Phase.FRAME_READ: "it has not read this rank's frame of dispatch round {round}, so no other can be sent: its "
-    "dispatch waits on its stream or for ranks of its node, or its device failed",
-    Phase.FRAME: "its frame of dispatch round {round} has not come (piece {index}: {seen}): it did not call it, its "
-    "launch waits on its stream, it has given up, or the network failed",
+    "dispatch is behind other work of its stream or waits for ranks of its node, or its device failed",
+    Phase.FRAME: "its frame of dispatch round {round} has not come whole (what came last as piece {index} is of "
+    f"round {{seen}}): {NOT_CALLED}, or the network",
     Phase.SUMS_READ: "it has not read this rank's sums of combine round {round}, so no others can be sent: its "
-    "combine waits on its stream or for ranks of its node, or its device failed",
-    Phase.SUMS: "its sums of combine round {round} have not come (piece {index}: {seen}): it did not call it, its "
-    "launch waits on its stream, it has given up, or the network failed",
+    "combine is behind other work of its stream or waits for ranks of its node, or its device failed",
+    Phase.SUMS: "its sums of combine round {round} have not come whole (what came last as piece {index} is of "
+    f"round {{seen}}): {NOT_CALLED}, or the network",
     Phase.FRAME_SIZE: "its frame of dispatch round {index} has {seen} rows, and here {round}: give dispatch the same "
     "`frame` on all ranks",
 }

@@ -114,7 +114,9 @@ def test_a_timeout_tells_of_the_mail_that_has_not_come(tmp_path: Path) -> None:
             "2 frames sent, 1 frames received, 1 sums sent, 1 sums received"
         )
         assert "dispatch round 3 needs rank 3: free[0][1]: round 1, must be 2: it has not read" in str(flags)
-        assert "dispatch round 2 needs rank 3: arrived[0][1][0] and 1 more: round 1, must be 2: it has" in str(flags)
+        assert "dispatch round 2 needs rank 3: arrived[0][1][0] and 1 more: round 1, must be 2: this piece" in str(
+            flags
+        )
         flags.write(tmp_path / "flags.json")
         assert Flags.read(tmp_path / "flags.json") == flags
         assert slowest([flags]).startswith("look first at rank 3, for which rank(s) [1] wait")

@@ -26,7 +26,7 @@ def test_a_timeout_is_raised_by_every_later_call(rank: Communicator, launches: L
     report(rank, Phase.MESSAGE, 3, 9, 8, peer=1)
     assert rank.failed
     for call in (rank.synchronize, rank.allocate, lambda: rank.dispatch(*inputs())):
-        with pytest.raises(EPTimeout, match=rf"{ROUTED} 3 of its token 0 \(the flag: 8\)") as caught:
+        with pytest.raises(EPTimeout, match=rf"{ROUTED} 3 of its token 0 \(there it last sent round 8\)") as caught:
             call()
         assert (caught.value.phase, caught.value.rank, caught.value.missing) == ("MESSAGE", 0, (1,))
     assert launches.kernels == []
@@ -41,14 +41,19 @@ def test_a_timeout_is_raised_by_every_later_call(rank: Communicator, launches: L
             0,
             "launched no dispatch since it received round 9 (the last: 8), so round 11",
         ),
-        (Phase.ROUTE_TABLE, 0, 5, "it has not sent dispatch round 9: it did not call it, or its launch"),
+        (Phase.ROUTE_TABLE, 0, 5, "it has sent nothing of dispatch round 9: it did not call it, its launch"),
         (
             Phase.ROUTE_ENTRY,
             0,
             13,
             "counts of dispatch round 9, but not the routing of its topk_ids.flatten()[13];",
         ),
-        (Phase.MESSAGE, 7, 29, "sent the routing of dispatch round 9, but not slice 1 of its token 7 (the flag: 8)"),
+        (
+            Phase.MESSAGE,
+            7,
+            29,
+            "sent the routing of dispatch round 9, but not slice 1 of its token 7 (there it last sent round 8)",
+        ),
         (Phase.MESSAGE_WORDS, 1, 63, "the routing of dispatch round 9, but not all words of slice 31 of its token 1"),
         (
             Phase.COMBINE_CONSUMED,
@@ -56,13 +61,23 @@ def test_a_timeout_is_raised_by_every_later_call(rank: Communicator, launches: L
             0,
             "launched no combine since it received round 9 (the last: 8), so round 11",
         ),
-        (Phase.RETURN_ROUND, 0, 0, "it has not begun combine round 9: it did not call it, or its launch"),
-        (Phase.RETURN, 32767, 65535, "returned slice 1 of this rank's token 32767 in combine round 9 (the flag: 8)"),
-        (Phase.RETURN_WORDS, 0, 3, "not returned all words of slice 3 of this rank's token 0 in combine round 9"),
+        (Phase.RETURN_ROUND, 0, 0, "it has not begun combine round 9: it did not call it, its launch"),
+        (
+            Phase.RETURN,
+            32767,
+            65535,
+            "combine round 9: slice 1 of this rank's token 32767 is missing (there it last returned round 8)",
+        ),
+        (Phase.RETURN_WORDS, 0, 3, "combine round 9: words of slice 3 of this rank's token 0 are missing"),
         (Phase.FRAME_READ, 0, 0, "it has not read this rank's frame of dispatch round 9, so no other can be sent"),
-        (Phase.FRAME, 0, 2, "its frame of dispatch round 9 has not come (piece 2: 8)"),
+        (
+            Phase.FRAME,
+            0,
+            2,
+            "its frame of dispatch round 9 has not come whole (what came last as piece 2 is of round 8)",
+        ),
         (Phase.SUMS_READ, 0, 0, "it has not read this rank's sums of combine round 9, so no others can be sent"),
-        (Phase.SUMS, 0, 2, "its sums of combine round 9 have not come (piece 2: 8)"),
+        (Phase.SUMS, 0, 2, "its sums of combine round 9 have not come whole (what came last as piece 2 is of round 8)"),
         (Phase.FRAME_SIZE, 0, 5, "its frame of dispatch round 5 has 8 rows, and here 9: give dispatch the same"),
     ],
     ids=lambda value: value.name if isinstance(value, Phase) else "",
