@@ -60,10 +60,17 @@ class Frame:
 
 
 class SumsOf(NamedTuple):
-    """What a round of sums is of: frames of so many rows, and a batch, by the address of its dispatch round (int32)."""
+    """What a round of sums is of.
+
+    Attributes:
+        frame: rows of the frames.
+        batch: address of the batch's dispatch round (int32).
+        at_once: whether the sums are added behind what sends them, with nothing between.
+    """
 
     frame: int
     batch: int
+    at_once: bool
 
 
 @dataclass(frozen=True)
@@ -215,7 +222,7 @@ class RankMail:
         landing = self._sums_sent % PARITIES if self.engine.queued else 0
         put = self.sums_put(of.frame, landing)
         self._pack_sums(sums, put, of, self.cfg.hidden)
-        self.engine.put(self, Channel.SUMS, [put])
+        self._put_sums(put, of)
         self._sums_sent += 1
         return landing
 
@@ -224,6 +231,11 @@ class RankMail:
         group, out = self._group(Channel.SUMS, of.batch), self.base + put.source
         args = PackSumsArgs(group, sums.data_ptr(), out, put.step, put.source_turn, of.frame, columns // 8)
         self._launch("pack_sums", args, -(-of.frame // WARPS))
+
+    def _put_sums(self, put: Put, of: SumsOf) -> None:
+        self.engine.put(self, Channel.SUMS, [put])
+        if not of.at_once:
+            self.engine.told(self, Channel.SUMS)
 
     def sums_put(self, frame: int, landing: int) -> Put:
         """What travels of the sums that this rank's node has made. `landing`: the first one."""
@@ -238,8 +250,7 @@ class RankMail:
         [T, hidden], and free them. `own`: [T, hidden] of the own node; `landing`: what `send_sums` returned."""
         put, tokens = self.sums_put(of.frame, landing), out.shape[0]
         headers, turn, pitch = self.base + self.map.sums.at(landing), put.to_turn, put.to_step
-        group = self._group(Channel.SUMS, of.batch)
-        self._launch("await_sums", AwaitMailArgs(group, 1 << Piece.ROUTES, headers, pitch, turn, of.frame), 1)
+        self._await_sums(of, headers, pitch, turn)
         slices = slices_log2(tokens, 2 * self.cfg.hidden, self.parts.max_ctas * WARPS) if tokens else 0
         self._launch(
             "sum_nodes",
@@ -271,17 +282,20 @@ class RankMail:
         put = Put(Piece.ROUTES, source, pitch, to, pitch, pitch)
         sent[:, :HEADER_BYTES].zero_()  # after a failure none is written
         self._pack_sums(rows, put, of, columns)
-        self.engine.put(self, Channel.SUMS, [put])
+        self._put_sums(put, of)
         return landing
 
     def take_entries(self, landing: torch.Tensor, of: SumsOf) -> torch.Tensor:
         """Wait for what lands there. Returns [nodes, F, top_k, hidden] bfloat16, of which the own node's are not
         there."""
         cfg, pitch = self.cfg, landing.shape[1]
-        group = self._group(Channel.SUMS, of.batch)
-        self._launch("await_sums", AwaitMailArgs(group, 1 << Piece.ROUTES, landing.data_ptr(), pitch, 0, of.frame), 1)
+        self._await_sums(of, landing.data_ptr(), pitch, 0)
         self.free(Channel.SUMS)
         return landing[:, HEADER_BYTES:].view(torch.bfloat16).view(cfg.nodes, of.frame, cfg.top_k, cfg.hidden)
+
+    def _await_sums(self, of: SumsOf, headers: int, pitch: int, turn: int) -> None:
+        group = self._group(Channel.SUMS, of.batch, tells=of.at_once)
+        self._launch("await_sums", AwaitMailArgs(group, 1 << Piece.ROUTES, headers, pitch, turn, of.frame), 1)
 
     def free(self, channel: Channel) -> None:
         """Tell the other nodes' ranks that this rank has read what came, once it has."""
@@ -311,7 +325,8 @@ class RankMail:
     def _view(self, begin: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         return self.memory[begin : begin + nbytes].view(dtype)
 
-    def _group(self, channel: Channel, batch: int = 0) -> MailGroup:
+    def _group(self, channel: Channel, batch: int = 0, *, tells: bool = True) -> MailGroup:
+        """`tells`: whether the launch tells the host how far the channel is."""
         at, parts = self.map, self.parts
         return MailGroup(
             status=parts.status,
@@ -322,7 +337,7 @@ class RankMail:
             rounds=self.base + at.rounds.at(channel),
             arrived=self.base + at.arrived.at(channel),
             free=self.base + at.free.at(channel),
-            begun=self.engine.begun(channel),
+            progress=self.engine.progress(channel) if tells else 0,
             batch=batch,
         )
 

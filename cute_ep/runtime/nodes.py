@@ -58,10 +58,11 @@ class NodesPending(PendingDispatch):
 
 class SentSums(PendingCombine):
     """A combine over nodes that was sent: what the own node has for all nodes, sums [nodes * F, hidden] or rows of
-    entries [nodes * F, top_k, hidden], and where that of the others lands."""
+    entries [nodes * F, top_k, hidden], where that of the others lands, and what all of it is of."""
 
     sums: torch.Tensor
     landing: int | torch.Tensor
+    of: SumsOf
 
 
 class NodesCommunicator(EPCommunicator):
@@ -183,7 +184,7 @@ class NodesCommunicator(EPCommunicator):
         with self._work(rows, options.out, *_returned(dispatched)):
             weights, out = self._output(rows, dispatched, mode, options)
             with self._sending():
-                self._add(self._send_sums(rows, dispatched, mode), weights, out)
+                self._add(self._send_sums(rows, dispatched, mode, at_once=True), weights, out)
                 self._combines.count_fused()
         return out
 
@@ -215,7 +216,7 @@ class NodesCommunicator(EPCommunicator):
     def _send_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> PendingCombine:
         self._check_return(rows, dispatched, mode)
         with self._work(rows, *_returned(dispatched)), self._sending():
-            pending = self._send_sums(rows, dispatched, mode)
+            pending = self._send_sums(rows, dispatched, mode, at_once=False)
             self._combines.count_sent(pending)
         return pending
 
@@ -236,13 +237,15 @@ class NodesCommunicator(EPCommunicator):
         weights, shape, dtype = check_sum(self.origin, rows, dispatched, mode, options)
         return weights, torch.empty(shape, dtype=dtype, device=self.device) if options.out is None else options.out
 
-    def _send_sums(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> SentSums:
+    def _send_sums(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, *, at_once: bool) -> SentSums:
         """The node's combine, whose sums, or rows of entries, go to the other nodes' ranks."""
         pending = SentSums(dispatched, mode, rows)
         of_node: CombineMode = "partial" if mode == "partial" else "unweighted"
         pending.sums = self.node.combine(rows, self._of_node(dispatched), mode=of_node)
         send = self.mail.send_sums if mode == "partial" else self.mail.send_entries
-        pending.landing = send(pending.sums, self._sums_of(dispatched))
+        batch = dispatched.headers.data_ptr() + 4 * HeaderWord.ROUND
+        pending.of = SumsOf(self.cfg.frame_rows(dispatched.frame), batch, at_once)
+        pending.landing = send(pending.sums, pending.of)
         return pending
 
     def _of_node(self, dispatched: Dispatched) -> Dispatched:
@@ -252,19 +255,15 @@ class NodesCommunicator(EPCommunicator):
         slices = dispatched.return_slices_log2
         return Dispatched(dispatched.buffers, self.node.rank, ids, None, slices, dispatched.row_per_entry, True)
 
-    def _sums_of(self, dispatched: Dispatched) -> SumsOf:
-        word = dispatched.headers.data_ptr() + 4 * HeaderWord.ROUND
-        return SumsOf(self.cfg.frame_rows(dispatched.frame), word)
-
     def _add(self, pending: SentSums, weights: torch.Tensor | None, out: torch.Tensor) -> None:
         """The sums of all nodes for this rank's tokens, or their rows."""
         dispatched, mode, _ = pending
-        frame, node = self.cfg.frame_rows(dispatched.frame), self.cfg.node(self.rank)
+        frame, node = pending.of.frame, self.cfg.node(self.rank)
         own = pending.sums[node * frame : (node + 1) * frame]
         if isinstance(pending.landing, int):
-            self.mail.add_sums(own, out, OUTPUT_TYPES[out.dtype], self._sums_of(dispatched), pending.landing)
+            self.mail.add_sums(own, out, OUTPUT_TYPES[out.dtype], pending.of, pending.landing)
         else:
-            rows = self.mail.take_entries(pending.landing, self._sums_of(dispatched))
+            rows = self.mail.take_entries(pending.landing, pending.of)
             rows[node] = own
             chosen, served = choose_rows(self.cfg, rows, dispatched.topk_ids)
             if mode == "exact":

@@ -1,7 +1,8 @@
 """Await mail: wait, by one CTA, until the mail of every other node's rank is here, and see that it is of this round.
 
 Each piece has a word with the round that came last. An engine that does not look at ABORT brings old pieces again, as
-of the next round: so headers are compared, and a mail of another round is a failure that names its rank.
+of the next round: so headers are compared, and a mail of another round is a failure that names its rank. Where the
+stream itself waits for the engine, the exchange has ended, and the host is told.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class AwaitMail:
         place = open_channel(args.group)
         epoch = place.rounds(RoundWord.RECEIVED) + 1
         alive = place.not_aborted()
+        if (place.tid == 0) & alive:
+            place.tell(1, epoch)
         piece, node = item_coord(place.tid, WORDS_OF_NODE)
         if (node < args.group.nodes) & (node != args.group.node) & (((args.pieces >> piece) & 1) != 0):
             word = args.group.arrived + Int64(node * len(Piece) + piece) * LL_BYTES

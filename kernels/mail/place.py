@@ -88,8 +88,13 @@ class Place:
                 gHeader[int(MailHeader.BATCH)] = self.batch()
                 gHeader[int(MailHeader.ROUND)] = Int32(epoch)
             cute.arch.store(pointer(self.round_word(RoundWord.SENT), Int64), epoch)
-            if self.group.begun != 0:
-                cute.arch.store(pointer(self.group.begun, Int64), epoch, sem="relaxed", scope="sys")
+            self.tell(0, epoch)
+
+    @cute.jit
+    def tell(self, word: cutlass.Constexpr[int], epoch: Int64) -> None:
+        """Tell the host, if it asks, which round was packed last (word 0) or exchanged last (1)."""
+        if self.group.progress != 0:
+            cute.arch.store(pointer(self.group.progress + LL_BYTES * word, Int64), epoch, sem="relaxed", scope="sys")
 
 
 def row_offset(row: Int32, pitch: Int32) -> Int64:

@@ -17,7 +17,8 @@ class MailGroup(NamedTuple):
         rounds: its words of `rounds`.
         arrived: its words of `arrived`, (node, piece).
         free: its words of `free`, (node).
-        begun: host-visible word for the round that was packed last; 0: nobody asks.
+        progress: host-visible words for the round that was packed last, and for the one that was exchanged last; 0:
+            this launch tells nobody.
         batch: int32 dispatch round of the batch whose sums these are; 0: of frames, or unknown.
     """
 
@@ -29,7 +30,7 @@ class MailGroup(NamedTuple):
     rounds: Address
     arrived: Address
     free: Address
-    begun: Address
+    progress: Address
     batch: Address
 
 

@@ -93,8 +93,11 @@ class Emulated:
             header[MailHeader.FRAME], header[MailHeader.BATCH] = frame, self.batch
             header[MailHeader.ROUND] = epoch
         self.rounds(RoundWord.SENT).fill_(epoch)
-        if self.group("begun"):
-            word(self.group("begun")).fill_(epoch)
+        self.tell(0, epoch)
+
+    def tell(self, which: int, epoch: int) -> None:
+        if self.group("progress"):
+            word(self.group("progress") + 8 * which).fill_(epoch)
 
     # ---- the kernels
 
@@ -168,6 +171,8 @@ class Emulated:
 
     def _await(self, phase: Phase, pieces: int, headers: int, pitch: int, turn: int, frame: int) -> None:
         epoch = int(self.rounds(RoundWord.RECEIVED)) + 1
+        if self.healthy:
+            self.tell(1, epoch)
         headers += (epoch & 1) * turn
         for node in self.others:
             for piece in Piece:

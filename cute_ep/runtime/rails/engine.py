@@ -48,11 +48,14 @@ class Engine(Protocol):
         the round to the piece's word of `arrived` there, behind the rounds before. What comes behind on the stream may
         write to the sources."""
 
+    def told(self, mail: RankMail, channel: Channel) -> None:
+        """Tell the host that what was put last has been exchanged, if it asks: no await is next, which does so."""
+
     def free(self, mail: RankMail, channel: Channel) -> None:
         """Tell every other node's rank that this rank has read what came, after all that is on the stream."""
 
-    def begun(self, channel: Channel) -> int:
-        """Address of the host-visible word for the round that was packed last; 0: nobody asks."""
+    def progress(self, channel: Channel) -> int:
+        """Address of the host-visible words for the rounds that were packed and exchanged last; 0: nobody asks."""
 
 
 def words_of(pieces: Sequence[Put]) -> int:

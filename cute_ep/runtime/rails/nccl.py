@@ -76,12 +76,15 @@ class NcclRail:
             if self._ended:
                 raise EPError(f"rank {mail.parts.rank}: NCCL between nodes was aborted; close, and connect again")
             exchange(self._library, self._communicators[channel], mail, pieces, stream)
+
+    def told(self, mail: RankMail, channel: Channel) -> None:
+        """As of `Engine`."""
         mail.signal(channel, _ended_at(channel), 1, RoundWord.SENT)
 
     def free(self, mail: RankMail, channel: Channel) -> None:
         """As of `Engine`: the next receive is behind on the stream."""
 
-    def begun(self, channel: Channel) -> int:
+    def progress(self, channel: Channel) -> int:
         """As of `Engine`."""
         return self._host.address + _begun_at(channel)
 

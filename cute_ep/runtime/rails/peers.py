@@ -19,10 +19,13 @@ class PeerStores:
         mail.put(channel, pieces)
         mail.signal(channel, mail.map.arrived.at(channel, mail.node), words_of(pieces), RoundWord.SENT)
 
+    def told(self, mail: RankMail, channel: Channel) -> None:
+        """As of `Engine`: nobody asks."""
+
     def free(self, mail: RankMail, channel: Channel) -> None:
         """As of `Engine`."""
         mail.signal(channel, mail.map.free.at(channel, mail.node), 1, RoundWord.RECEIVED)
 
-    def begun(self, channel: Channel) -> int:
+    def progress(self, channel: Channel) -> int:
         """As of `Engine`: kernels wait, and give up by themselves."""
         return 0
