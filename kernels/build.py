@@ -15,11 +15,13 @@ from cutlass import Int32
 from cutlass.base_dsl.compiler import DumpDir
 
 from cute_ep.kernels.codec import codec_for
-from cute_ep.kernels.combine import Combine
-from cute_ep.kernels.copy import Copy
-from cute_ep.kernels.count_routes import CountRoutes
-from cute_ep.kernels.dispatch import Dispatch
+from cute_ep.kernels.combine.kernel import Combine
+from cute_ep.kernels.dispatch.kernel import Dispatch
 from cute_ep.kernels.hooks import HookFunctions
+from cute_ep.kernels.local.copy import Copy
+from cute_ep.kernels.local.count_routes import CountRoutes
+from cute_ep.kernels.local.sum_rows import SumRows
+from cute_ep.kernels.local.swiglu import Rows
 from cute_ep.kernels.mail.await_mail import AwaitMail
 from cute_ep.kernels.mail.pack_frame import PackFrame
 from cute_ep.kernels.mail.pack_sums import PackSums
@@ -27,8 +29,6 @@ from cute_ep.kernels.mail.put_mail import PutMail
 from cute_ep.kernels.mail.signal_mail import SignalMail
 from cute_ep.kernels.mail.sum_nodes import SumNodes
 from cute_ep.kernels.mail.unpack_frames import UnpackFrames
-from cute_ep.kernels.sum_rows import SumRows
-from cute_ep.kernels.swiglu import Rows
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.parameters import arguments_of, parameters_of
 from cute_ep.layouts.maps.routing import Phase

@@ -340,7 +340,7 @@ def empty_rows(
 
 
 def _launch_rows(name: str, record: Format, device: int, arguments: RowsArgs, library: str | None) -> None:
-    """Launch a kernel of `cute_ep.kernels.swiglu` on the current stream.
+    """Launch a kernel of `cute_ep.kernels.local.swiglu` on the current stream.
 
     A tile a warp, by CTAs that come one after the other, keeps the memory's pages together: BF16, 65,536 rows of 2048,
     205 -> 188 us (H200, 2026-11-22). Where rows are encoded a CTA stays, or NVFP4 takes 187 us instead of 152.

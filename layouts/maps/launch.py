@@ -10,6 +10,6 @@ CTAS_PER_SM = 2
 FREE_SMS = 8
 """SMs without a CTA of ours where ranks share a GPU, for all that they have to run between their calls."""
 TILE_ELEMENTS = 1024
-"""Elements of one row that a warp converts at a time (`kernels/swiglu.py`)."""
+"""Elements of one row that a warp converts at a time (`kernels/local/swiglu.py`)."""
 PIECE_BYTES = 32768
-"""Bytes that a CTA copies at a time (`kernels/copy.py`)."""
+"""Bytes that a CTA copies at a time (`kernels/local/copy.py`)."""

@@ -137,10 +137,10 @@ def test_build_keeps_what_the_compiler_made(tmp_path: Path, capsys: pytest.Captu
     (kept,) = read_manifest(folder).values()
     assert "1 built, 0 up to date" in capsys.readouterr().out and kept.sha256 != plain.sha256
     assert [content for name, content in sections(kept.read()) if name.startswith(".text.")] == code
-    assert "kernels/copy.py" in (keep / "sm_90a" / "cute_ep_copy.ptx").read_text()
+    assert "kernels/local/copy.py" in (keep / "sm_90a" / "cute_ep_copy.ptx").read_text()
     if find_nvdisasm() is not None:
         assert re.search(
-            r'//## File ".*kernels/copy.py", line \d+', (keep / "sm_90a" / "cute_ep_copy.sass").read_text()
+            r'//## File ".*kernels/local/copy.py", line \d+', (keep / "sm_90a" / "cute_ep_copy.sass").read_text()
         )
     assert main([*command, "--keep", str(keep), "--reuse", str(folder)]) == 2
     assert f"keep = {str(keep)!r}: must be None with reuse" in capsys.readouterr().err

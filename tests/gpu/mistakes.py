@@ -41,8 +41,8 @@ class Mutant:
 
 
 _ACKNOWLEDGE = {
-    "kernels/dispatch.py": "ctx.acknowledge(ctx.arena.dispatch_consumed, rounds.received, control)",
-    "kernels/combine.py": "ctx.acknowledge(ctx.arena.combine_consumed, rounds.received, control)",
+    "kernels/dispatch/kernel.py": "ctx.acknowledge(ctx.arena.dispatch_consumed, rounds.received, control)",
+    "kernels/combine/kernel.py": "ctx.acknowledge(ctx.arena.combine_consumed, rounds.received, control)",
 }
 _AWAITED = "alive = wait_signal(self.wait_context, flag, epoch, Awaited(tid, phase, Int32(0)))"
 _AFTER_COMBINE_WAIT = "ctx.arena.combine_consumed, ctx.epoch - 2, Phase.COMBINE_CONSUMED, sent, word)\n"
@@ -77,23 +77,23 @@ MUTANTS = {
         (
             *_acknowledge_if("not self.send"),
             Edit(
-                "kernels/dispatch.py",
+                "kernels/dispatch/kernel.py",
                 "            alive = self._send_half(ctx, rounds.sent if self.receive else None)\n",
                 "            alive = self._send_half(ctx, rounds.sent if self.receive else None, rounds.received)\n",
             ),
             Edit(
-                "kernels/dispatch.py",
+                "kernels/dispatch/kernel.py",
                 "    def _send_half(self, ctx: DispatchContext, sent: Int64 | None) -> Boolean:\n",
                 "    def _send_half(self, ctx: DispatchContext, sent: Int64 | None, received: Int64) -> Boolean:\n",
             ),
             Edit(
-                "kernels/dispatch.py",
+                "kernels/dispatch/kernel.py",
                 "        alive = self.route_role.run(ctx, sent)\n",
                 "        alive = self.route_role.run(ctx, sent)\n"
                 "        ctx.acknowledge(ctx.arena.dispatch_consumed, received, control_cta(ctx.grid.send_ctas))\n",
             ),
             Edit(
-                "kernels/combine.py",
+                "kernels/combine/kernel.py",
                 _AFTER_COMBINE_WAIT,
                 _AFTER_COMBINE_WAIT
                 + "            ctx.acknowledge(ctx.arena.combine_consumed, rounds.received, control)\n",
@@ -132,7 +132,7 @@ MUTANTS = {
         "two ahead",
         (
             Edit(
-                "kernels/roles/combine_schedule.py",
+                "kernels/combine/schedule.py",
                 "            cute.copy(weak(), gHeader[None, 0, ctx.lane], rHeader)\n",
                 "            for word in cutlass.range_constexpr(len(HeaderWord)):\n"
                 "                at = ctx.base + ctx.arena.table.at(ctx.epoch & 1, ctx.lane, word)\n"
@@ -140,7 +140,7 @@ MUTANTS = {
                 "                rHeader[word] = Uint32(LL)\n",
             ),
             Edit(
-                "kernels/roles/combine_schedule.py",
+                "kernels/combine/schedule.py",
                 "from cute_ep.kernels.device.memory import rows",
                 "from cute_ep.kernels.device.memory import pointer, rows",
             ),
@@ -181,8 +181,8 @@ MUTANTS = {
     "ONE_PAIR": Mutant(
         "combines",
         (
-            Edit("kernels/roles/combine_pairs.py", "return_rounds.at(sEpoch[0] & 1, ", "return_rounds.at(0, "),
-            Edit("kernels/roles/combine_pairs.py", "return_rounds.at(ctx.epoch & 1, ", "return_rounds.at(0, "),
+            Edit("kernels/combine/pairs.py", "return_rounds.at(sEpoch[0] & 1, ", "return_rounds.at(0, "),
+            Edit("kernels/combine/pairs.py", "return_rounds.at(ctx.epoch & 1, ", "return_rounds.at(0, "),
         ),
     ),
     # ranks do not compare them: rows of another batch are waited for in vain, or summed
@@ -190,7 +190,7 @@ MUTANTS = {
         "crossed",
         (
             Edit(
-                "kernels/roles/combine_pairs.py",
+                "kernels/combine/pairs.py",
                 "        if differs:\n",
                 "        differs = Boolean(False)\n        if differs:\n",
             ),

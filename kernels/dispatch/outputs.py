@@ -14,7 +14,7 @@ from cute_ep.kernels.device.divide import quotient, round_up
 from cute_ep.kernels.device.memory import array, item_coord, row_address, rows
 from cute_ep.kernels.device.scale_rows import zero_scale_rows
 from cute_ep.kernels.device.slices import first_item, item_stride, vectors_of
-from cute_ep.kernels.roles.row_tables import Tables
+from cute_ep.kernels.dispatch.row_tables import Tables
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.routing import LOST_ROW, NO_ROW, Phase

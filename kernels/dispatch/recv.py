@@ -1,4 +1,4 @@
-"""dispatch_recv: find the rows of each slice of a message, and have it copied there (`row_copy`).
+"""The receiving role: find the rows of each slice of a message, and have it copied there (`row_copy`).
 
 Row of entry (source, token, k) in group g: row_start[g] + base[g, source] - base[g, 0] + position, where base is the
 exclusive prefix sum of the gathered counts and row_start leaves room for padding, or is the first row of the group's
@@ -29,10 +29,10 @@ from cute_ep.kernels.device.slices import (
     vectors_of,
 )
 from cute_ep.kernels.device.sync import Awaited, grid_barrier, wait_two_ll, warp_all
-from cute_ep.kernels.roles.outputs import Outputs
-from cute_ep.kernels.roles.row_copy import RowCopy, Targets
-from cute_ep.kernels.roles.row_tables import Tables
-from cute_ep.kernels.roles.scale_tiles import ScaleTiles
+from cute_ep.kernels.dispatch.outputs import Outputs
+from cute_ep.kernels.dispatch.row_copy import RowCopy, Targets
+from cute_ep.kernels.dispatch.row_tables import Tables
+from cute_ep.kernels.dispatch.scale_tiles import ScaleTiles
 from cute_ep.layouts.maps.arena import HeaderWord, StateWord, has_weights, message_slices_log2
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import (

@@ -1,4 +1,4 @@
-"""dispatch_send: encode tokens and store them into every destination rank's arena.
+"""The sending role: encode tokens and store them into every destination rank's arena.
 
 Each warp takes slices of tokens (`slices`): it loads, encodes and stores to the destinations. When all warps of a CTA
 have stored their slices of a chunk, its flag is signaled at every rank. Two chunks of a CTA are scheduled statically,
@@ -38,8 +38,8 @@ from cute_ep.kernels.device.slices import (
     whole_chunks,
 )
 from cute_ep.kernels.device.sync import signal, take_ticket
+from cute_ep.kernels.dispatch.prefetch import Prefetch
 from cute_ep.kernels.hooks import InputScale
-from cute_ep.kernels.roles.prefetch import Prefetch
 from cute_ep.layouts.maps.arena import CHUNK, SENTINEL, StateWord, chunk_of
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import RegionMap

@@ -40,10 +40,10 @@ from cute_ep.kernels.device.block import launch_config
 from cute_ep.kernels.device.context import DispatchContext, open_dispatch, peer_table
 from cute_ep.kernels.device.slices import control_cta
 from cute_ep.kernels.device.sync import block_all, count_exit, reset_counter
+from cute_ep.kernels.dispatch.recv import DispatchRecv
+from cute_ep.kernels.dispatch.route import Route
+from cute_ep.kernels.dispatch.send import DispatchSend
 from cute_ep.kernels.hooks import HookFunctions, WeightReader
-from cute_ep.kernels.roles.dispatch_recv import DispatchRecv
-from cute_ep.kernels.roles.dispatch_send import DispatchSend
-from cute_ep.kernels.roles.route import Route
 from cute_ep.layouts.maps.arena import StateWord
 from cute_ep.layouts.maps.arguments import DispatchArgs
 from cute_ep.layouts.maps.record import RegionMap

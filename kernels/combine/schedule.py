@@ -1,4 +1,4 @@
-"""Which slices of which source rank a CTA of `combine_send` sends, one after the other.
+"""Which slices of which source rank a sending CTA sends, one after the other.
 
 An item is a slice of a source (`slices`); the source varies fastest, beginning after the own rank, so that all links
 work at once. If rows of some source are not Lamport rows, all are sent in chunks. The first item, or chunk, of a CTA is

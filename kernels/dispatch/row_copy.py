@@ -23,7 +23,7 @@ from cute_ep.kernels.device.memory import LANES, array, lane_tile, lane_words, p
 from cute_ep.kernels.device.scale_rows import scale_row_address, store_scale_column
 from cute_ep.kernels.device.slices import SEGMENT, RowSlice, from_lane, lowest, own_vectors, vectors_of, without_lowest
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
-from cute_ep.kernels.roles.row_tables import Tables
+from cute_ep.kernels.dispatch.row_tables import Tables
 from cute_ep.layouts.maps.arena import SENTINEL, HeaderWord, chunk_of
 from cute_ep.layouts.maps.routing import Phase
 

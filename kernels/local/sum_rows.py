@@ -19,6 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
+from cute_ep.kernels.combine.send import LOST
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, round_vector
 from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, launch_config
@@ -34,7 +35,6 @@ from cute_ep.kernels.device.slices import (
     slice_of,
     take_each,
 )
-from cute_ep.kernels.roles.combine_send import LOST
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.local_arguments import SumArgs

@@ -1,7 +1,7 @@
-"""combine_send: an expert rank returns its rows of each token of each source, or their weighted sum.
+"""The sending role: an expert rank returns its rows of each token of each source, or their weighted sum.
 
 Each warp carries slices of returned rows; where rows are not Lamport rows, the warps of a CTA carry a chunk, which has
-one flag (`combine_schedule` says which come when). They carry its tokens one after the other, each token together:
+one flag (`schedule` says which come when). They carry its tokens one after the other, each token together:
 tokens have different numbers of rows. Lane k holds the row and the weight of entry k. A token without rows here is
 passed over: its source knows that. A row that dispatch had no room for comes home as NaN.
 """
@@ -14,6 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
+from cute_ep.kernels.combine.schedule import CombineSchedule, row_vectors
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, opaque, round_vector
 from cute_ep.kernels.device.atoms import load_row, send
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
@@ -23,7 +24,6 @@ from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport
 from cute_ep.kernels.device.memory import array, lane_tile, row_address, vector
 from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, without_lowest
 from cute_ep.kernels.device.sync import signal
-from cute_ep.kernels.roles.combine_schedule import CombineSchedule, row_vectors
 from cute_ep.layouts.maps.arena import CHUNK, COMBINE_ITEMSIZE, chunk_of
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import NO_ROW

@@ -34,7 +34,7 @@ from cute_ep.kernels.device.divide import quotient, remainder, round_up
 from cute_ep.kernels.device.memory import array, item_coord, lane_tile, pointer, row_address, rows
 from cute_ep.kernels.device.scale_rows import store_scale_word, zero_scale_rows
 from cute_ep.kernels.device.slices import first_item, item_stride
-from cute_ep.kernels.gates import NO_BIAS, gated, swiglu
+from cute_ep.kernels.local.gates import NO_BIAS, gated, swiglu
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import TILE_ELEMENTS, WARPS
 from cute_ep.layouts.maps.local_arguments import RowsArgs

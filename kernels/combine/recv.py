@@ -1,4 +1,4 @@
-"""combine_recv: a source rank waits for what comes home of each of its tokens and sums it.
+"""The receiving role: a source rank waits for what comes home of each of its tokens and sums it.
 
 Each warp takes slices (`slices`). A token's slots that hold data are one bit mask from its own top-k ids: bit k where
 every expert row came home, bit d where rank d sent a sum. Slots are added in ascending order, then the shared expert's
@@ -16,6 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
+from cute_ep.kernels.combine.schedule import row_vectors
+from cute_ep.kernels.combine.send import LOST
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, halves, opaque
 from cute_ep.kernels.device.atoms import clear, poll, weak
 from cute_ep.kernels.device.context import CombineContext, given_id, owns_shared
@@ -37,8 +39,6 @@ from cute_ep.kernels.device.slices import (
 )
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
 from cute_ep.kernels.hooks import Epilogue, EpilogueContext, WeightReader
-from cute_ep.kernels.roles.combine_schedule import row_vectors
-from cute_ep.kernels.roles.combine_send import LOST
 from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, chunk_of
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import RegionMap

@@ -1,4 +1,4 @@
-"""combine_pairs: ranks tell each other which dispatch round the rows that they return belong to, and compare.
+"""Pairs of batches: ranks tell each other which dispatch round the rows that they return belong to, and compare.
 
 A source whose peers return rows of another round than its own batch would sum those of other tokens, or wait for rows
 that no rank sends. Each rank stores the round of its batch at every one, as an LL word beside the rows. A source that

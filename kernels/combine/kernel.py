@@ -37,14 +37,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from cute_ep.kernels.combine.pairs import CombinePairs
+from cute_ep.kernels.combine.recv import CombineRecv
+from cute_ep.kernels.combine.send import CombineSend
 from cute_ep.kernels.device.block import launch_config, shared_array
 from cute_ep.kernels.device.context import CombineContext, open_combine, peer_table
 from cute_ep.kernels.device.slices import control_cta
 from cute_ep.kernels.device.sync import block_all, count_exit
 from cute_ep.kernels.hooks import HookFunctions, WeightReader
-from cute_ep.kernels.roles.combine_pairs import CombinePairs
-from cute_ep.kernels.roles.combine_recv import CombineRecv
-from cute_ep.kernels.roles.combine_send import CombineSend
 from cute_ep.layouts.maps.arena import StateWord
 from cute_ep.layouts.maps.arguments import CombineArgs
 from cute_ep.layouts.maps.record import RegionMap

@@ -28,7 +28,7 @@ from cute_ep.kernels.device.lamport import is_lamport
 from cute_ep.kernels.device.memory import array, vector
 from cute_ep.kernels.device.scale_rows import scale_row_address
 from cute_ep.kernels.device.slices import first_item, from_lane, item_stride
-from cute_ep.kernels.roles.row_tables import Tables
+from cute_ep.kernels.dispatch.row_tables import Tables
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.scales import ATOM_ROWS, LANE_ROWS, WORD_BYTES, tile_row

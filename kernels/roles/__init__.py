@@ -1,1 +1,0 @@
-"""What a kernel's CTAs do, one role a file."""
