@@ -261,7 +261,7 @@ def free_addresses(address: int, nbytes: int) -> None:
 
 
 def map_memory(address: int, nbytes: int, memory: int) -> None:
-    """Map memory from its begin on. No device may use it there before `allow_access`."""
+    """Map memory from its start on. No device may use it there before `allow_access`."""
     check(driver.cuMemMap(address, nbytes, 0, memory, 0))
 
 

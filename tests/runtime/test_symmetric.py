@@ -16,6 +16,7 @@ import torch
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.runtime import connection, driver, symmetric, trial
+from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.symmetric import SHARINGS, Kind, refusal
 from tests.fake_driver import DESCRIPTOR, FABRIC, GRANULARITY, FakeDriver, cuda
 from tests.processes import WITHOUT_GPU, run_ranks
@@ -260,6 +261,42 @@ def test_without_fabric_handles_ranks_of_several_machines_are_told_what_they_nee
             "process has an IMEX channel (/dev/nvidia-caps-imex-channels)"
         )
     assert machine.held == NOTHING and open_files() == before
+
+
+@pytest.mark.parametrize("refuses", [None, "a fabric handle"])
+def test_each_node_takes_what_works_on_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch, refuses: str | None) -> None:
+    """The first is on one machine, without descriptors on one rank; the second on one; the third on two machines, where
+    a failure is one of all ranks."""
+    before, machine = open_files(), Machine(monkeypatch)
+    create, wanted = machine.cuMemCreate, set[tuple[int, Any]]()
+
+    def on_some(nbytes: int, properties: Any, flags: int) -> tuple:
+        wanted.add((dist_rank(), properties.requestedHandleTypes))
+        refused = dist_rank() == 1 or (refuses is not None and dist_rank() == 5)
+        return NO_MEMORY if refused else create(nbytes, properties, flags)
+
+    monkeypatch.setattr(machine, "cuMemCreate", on_some)
+    machines = ["a", "a", "b", "b", "c", "d"]
+
+    def work(rank: int) -> Kind | None:
+        with Meeting(None) as meeting, closing(trial.choose(meeting, 2, machines, DEVICE)) as chosen:
+            return chosen.kind
+
+    got = collective(monkeypatch, work, ranks=6)
+    if refuses:
+        assert {str(one)[:59] for one in got} == {"ranks_per_node = 2: ranks 4 to 5 are on 2 machines, and can"}
+    else:
+        assert got == [Kind.IPC] * 2 + [Kind.DESCRIPTOR] * 2 + [Kind.FABRIC] * 2
+    assert wanted == {(rank, FABRIC if rank > 3 else DESCRIPTOR) for rank in range(6)}
+    assert machine.held == NOTHING and open_files() == before
+
+
+def test_a_rank_alone_on_its_node_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    connected = collective(monkeypatch, lambda rank: connection.connect(replace(CFG, skip_a2a=True)))
+    assert not {"cuMemCreate", "cuIpcGetMemHandle"} & set(machine.calls) and machine.held == (2 * RANKS, RANKS, 0)
+    collective(monkeypatch, lambda rank: connected[rank].close())
+    assert machine.held == NOTHING
 
 
 # ---- what is left open
