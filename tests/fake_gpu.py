@@ -357,7 +357,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "load_kernels": lambda *args: {},
         "load_local_kernels": lambda devices, library: None,
         "unload_kernels": lambda kernels, device: None,
-        "make_arena": lambda cfg, rank, device: SimpleNamespace(address=0, free=None),
+        "make_arena": lambda cfg, rank, device, take: SimpleNamespace(address=0, free=None),
         "resident_ctas": driver.resident_ctas.__wrapped__,
         "has_clusters": lambda device: True,
         "Communicator": lambda parts, peers, **options: SimpleNamespace(**vars(parts), **options, free=None),

@@ -346,7 +346,8 @@ def memory_bytes(cfg: EPConfig) -> int:
     """Bytes of symmetric memory that one rank allocates for `cfg` (device memory, for the communicator's life).
 
     The regions of `cute_ep.layouts.maps.arena.Arena`, and over nodes those of `cute_ep.layouts.maps.mail.Mail`, each
-    rounded up to whole pages; docs/reference.md has the formula.
+    rounded up to whole pages of 2 MiB, the granularity of memory that is mapped (a driver with a larger one rounds up
+    further); docs/reference.md has the formula.
 
     Raises:
         EPConfigError: `cfg` is no EPConfig.

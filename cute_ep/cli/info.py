@@ -94,6 +94,7 @@ def all_facts(shape: Preset, configs: dict[int, EPConfig], library: Library, com
         "gpus": gpus,
         "peer_access": peer_access(len(gpus)),
         "links": link_matrix() if gpus else None,
+        "sharing": sharing(len(gpus)),
         "libraries": library_facts(library),
         "kernels": kernel_counts(list(library.entries.values())),
         "memory": {
@@ -142,8 +143,40 @@ def peer_access(count: int) -> list[list[bool | None]]:
     ]
 
 
+def sharing(count: int) -> list[dict]:
+    """Of each GPU, its clique of NVLink, None where only the machine is known, and by what it shares memory: None, or
+    why it does not, found with 2 MiB."""
+    import torch
+
+    from cute_ep.runtime.nvlink import clique_of
+    from cute_ep.runtime.symmetric import Kind, refusal
+
+    devices = [torch.device("cuda", index) for index in range(count)]
+    return [
+        {"clique": clique_of(device), "refusals": {kind.value: refusal(kind, device) for kind in Kind}}
+        for device in devices
+    ]
+
+
+def sharing_table(found: list[dict]) -> Table:
+    """`sharing` for people."""
+    table = Table(
+        title="symmetric memory",
+        caption="ranks of a machine share it by file descriptors, else by CUDA IPC; those of an NVLink domain on "
+        "several machines by fabric handles",
+    )
+    table.add_column("device")
+    table.add_column("NVLink domain", overflow="fold")
+    for kind in found[0]["refusals"]:
+        table.add_column(kind, overflow="fold")
+    for index, one in enumerate(found):
+        cells = ("yes" if why is None else f"no: {why}" for why in one["refusals"].values())
+        table.add_row(f"cuda:{index}", one["clique"] or "the machine", *cells)
+    return table
+
+
 def print_devices(console: Console) -> None:
-    """GPUs with their links, or one line where there are none."""
+    """GPUs with their links and how they share memory, or one line where there are none."""
     import torch
 
     from cute_ep.bench.machine import driver_version, link_matrix, nccl_version
@@ -165,6 +198,7 @@ def print_devices(console: Console) -> None:
         sizes = (bytes_text(gpu["memory_bytes"]), bytes_text(gpu["free_bytes"]))
         table.add_row(gpu["device"], gpu["name"], gpu["architecture"], str(gpu["sms"]), *sizes)
     print_table(console, table)
+    print_table(console, sharing_table(sharing(len(gpus))))
     if len(gpus) == 1:
         return
     links, access = link_matrix(), peer_access(len(gpus))

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -27,7 +27,7 @@ from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks
 from cute_ep.reference.backend import connect_reference
 from cute_ep.reference.processes import connect_processes
 from cute_ep.runtime.communicator import Communicator
-from cute_ep.runtime.driver import close_handle, enable_all_peers, has_clusters, open_handle, resident_ctas
+from cute_ep.runtime.driver import Allocation, PlainAllocation, enable_all_peers, has_clusters, resident_ctas
 from cute_ep.runtime.gpus import FEW_FREE_SMS, check_gpu, sm_budget, sms_over_nodes
 from cute_ep.runtime.join_nodes import join_nodes, join_rail
 from cute_ep.runtime.local_kernels import load_local_kernels
@@ -36,6 +36,7 @@ from cute_ep.runtime.nodes import NodesCommunicator, node_config
 from cute_ep.runtime.parts import RankParts, load_kernels, make_arena, unload_kernels
 from cute_ep.runtime.places import Place, check_initialised, check_member, check_places
 from cute_ep.runtime.rails.nccl_library import NcclLibrary
+from cute_ep.runtime.trial import choose
 from cute_ep.tuning.file import find_tuning
 from cute_ep.tuning.launch_shape import Tuning
 
@@ -174,8 +175,9 @@ def connect(
     The ranks meet through the group's store, so it is no collective of the group itself. Groups of the same ranks
     connect in the same order on all of them, also from several threads.
 
-    Memory is exchanged by CUDA IPC, so the ranks of a node must be on one machine; between nodes NCCL carries tokens
-    and sums (docs/nodes.md). Where no rank has a GPU it is the reference backend, on the CPU
+    The ranks of a node are on one machine, and share memory by file descriptors, else by CUDA IPC; or they are in one
+    NVLink domain, and share it by fabric handles. The logger `cute_ep` tells which was taken, and why. Between nodes
+    NCCL carries tokens and sums (docs/nodes.md). Where no rank has a GPU it is the reference backend, on the CPU
     (`cute_ep.reference.processes`), whose calls wait for their results.
 
     Args:
@@ -186,8 +188,9 @@ def connect(
 
     Raises:
         EPConfigError: there is no process group, the group's size or another rank's configuration differs, two ranks
-            are on one GPU, two of a node on two machines, only some ranks have a GPU, PyTorch has no NCCL for several
-            nodes, an option breaks its rule, or a damaged file of `cute-ep tune`.
+            are on one GPU, two of a node on two machines that are not in one NVLink domain, the ranks of a node cannot
+            share memory, only some ranks have a GPU, PyTorch has no NCCL for several nodes, an option breaks its rule,
+            or a damaged file of `cute-ep tune`.
         VariantMissing: a kernel is not in the library.
         EPError: another rank could not connect, did not come within the process group's timeout, ended, or took more
             than half an hour from then on; says which and why. Meanwhile the logger `cute_ep` warns of a long wait.
@@ -234,14 +237,14 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
             found = Library(options.library)
             load_local_kernels([device.index], found)
             who = Origin(node, place, device, options.hooks)
-            return _prepare_rank(who, share, found, undo, first_rank=first), undo.pop_all()
+            return _prepare_rank(who, share, found, undo, sharing.take, first_rank=first), undo.pop_all()
 
     def map_peers() -> tuple[dict[int, int], ExitStack]:
         with ExitStack() as undo:
             mapped = {}
-            for peer, handle in peers.items():
-                mapped[peer] = open_handle(device, handle)
-                undo.callback(close_handle, device, mapped[peer])
+            for peer in peers:
+                mapped[peer] = sharing.open(peer, offers[peer])
+                undo.callback(sharing.shut, mapped[peer])
             return mapped, undo.pop_all()
 
     def release(_: EPCommunicator) -> None:
@@ -277,38 +280,40 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
     device, share = gpu
     node, place = (cfg, rank) if cfg.nodes == 1 else (node_config(cfg), cfg.place(rank)[0])
     first, rail = rank - place, None
-    (parts, own), handles = meeting.on_all_ranks(
-        prepare, lambda made: made[0].arena.handle(), lambda made: made[1].close(), "load kernels and allocate memory"
-    )
-    of_node = dict(enumerate(handles[first : first + node.peers]))
-    peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in of_node.items() if peer != place}
-    layout = node.arena
-    try:
-        (mapped, mappings), _ = meeting.on_all_ranks(
-            map_peers, undo=lambda made: made[1].close(), doing="map the memory of its peers"
+    ranks = [rank] if cfg.skip_a2a else list(range(first, first + node.peers))
+    peers = [peer for peer in ranks if peer != rank]
+    with closing(choose(meeting, len(ranks), [one.machine for one in places], device)) as sharing:
+        (parts, own), offers = meeting.on_all_ranks(
+            prepare,
+            lambda made: sharing.offer(made[0].arena.allocation),
+            lambda made: made[1].close(),
+            "load kernels and allocate memory",
         )
-        theirs = {peer: address + layout.begin(peer) for peer, address in mapped.items()}
-        here = parts.arena.address
-        addresses = [here] if cfg.skip_a2a else [theirs.get(peer, here) for peer in range(node.peers)]
         try:
-            communicator, _ = meeting.on_all_ranks(
-                lambda: Communicator(parts, addresses, group=meeting, release=release),
-                undo=lambda made: made.free(),
-                doing="finish connecting",
+            (mapped, mappings), _ = meeting.on_all_ranks(
+                map_peers, undo=lambda made: made[1].close(), doing="map the memory of its peers"
             )
+            theirs = {peer: address + node.arena.begin(peer - first) for peer, address in mapped.items()}
+            addresses = [theirs.get(peer, parts.arena.address) for peer in ranks]
             try:
-                if cfg.nodes > 1:
-                    rail = join_rail(cfg, communicator, Library(options.library), meeting)
+                communicator, _ = meeting.on_all_ranks(
+                    lambda: Communicator(parts, addresses, group=meeting, release=release),
+                    undo=lambda made: made.free(),
+                    doing="finish connecting",
+                )
+                try:
+                    if cfg.nodes > 1:
+                        rail = join_rail(cfg, communicator, Library(options.library), meeting)
+                except Exception:
+                    communicator.free()
+                    raise
             except Exception:
-                communicator.free()
+                mappings.close()
                 raise
-        except Exception:
-            mappings.close()
+        except Exception:  # nobody frees what a peer has mapped: if the ranks have lost each other, nobody frees
+            meeting.wait(patience, "unmap memory")
+            own.close()
             raise
-    except Exception:  # nobody frees what a peer has mapped: if the ranks have lost each other, nobody frees
-        meeting.wait(patience, "unmap memory")
-        own.close()
-        raise
     if rail is None:
         return communicator
     return NodesCommunicator(communicator, rail.mail, rail.status, release=release)
@@ -348,14 +353,27 @@ class _Share:
     shared_device: bool = False
 
 
-def _prepare_rank(who: Origin, share: _Share, library: Library, undo: ExitStack, *, first_rank: int = 0) -> RankParts:
-    """What one rank needs before it knows its peers, to be given back by `undo`. `first_rank`: of its node."""
+def _prepare_rank(
+    who: Origin,
+    share: _Share,
+    library: Library,
+    undo: ExitStack,
+    take: Callable[[int], Allocation] = PlainAllocation,
+    *,
+    first_rank: int = 0,
+) -> RankParts:
+    """What one rank needs before it knows its peers, to be given back by `undo`.
+
+    Args:
+        take: makes the allocation of its arena.
+        first_rank: of its node.
+    """
     cfg, rank, device, hooks = who
     started = time.monotonic()
     kernels = load_kernels(cfg, device, library, hooks)
     undo.callback(unload_kernels, kernels, device)
     LOG.debug("kernels of %s loaded on %s in %.2f s", cfg.dispatch_format, device, time.monotonic() - started)
-    arena = make_arena(cfg, rank, device)
+    arena = make_arena(cfg, rank, device, take)
     undo.callback(arena.free)
     free = resident_ctas(device.index) // CTAS_PER_SM - share.max_ctas
     pairs = 0 < free <= FEW_FREE_SMS and has_clusters(device)

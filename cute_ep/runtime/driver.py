@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from copy import copy as shallow_copy
 from functools import cache
 from itertools import product
+from typing import Protocol
 
 import torch
 from torch.autograd.profiler import record_function
@@ -129,24 +130,25 @@ class Kernel:
         driver_calls.unload(self._library)
 
 
-def allocate(nbytes: int) -> int:
-    """Address of new memory on the current device. Where too little is free, PyTorch first gives back what its caching
-    allocator holds unused, which waits for the device.
+def allocate(nbytes: int, ask: Callable[[int], int | None] = driver_calls.allocate) -> int:
+    """New memory of the current device: its address, or what else `ask` answers for so many bytes. Where that is None,
+    since too little is free, PyTorch first gives back what its caching allocator holds unused, which waits for the
+    device.
 
     Raises:
         EPError: there is not enough.
     """
-    address = driver_calls.allocate(nbytes)
-    if address is None:
+    made = ask(nbytes)
+    if made is None:
         torch.cuda.empty_cache()
-        address = driver_calls.allocate(nbytes)
-    if address is None:
+        made = ask(nbytes)
+    if made is None:
         free, total = (size // 2**20 for size in torch.cuda.mem_get_info())
         raise EPError(
             f"symmetric memory of {-(-nbytes // 2**20)} MiB: the GPU has {free} of {total} MiB free; fewer "
             "max_tokens_per_rank need less (cute_ep.memory_bytes)"
         )
-    return address
+    return made
 
 
 def launch_on(device: int, kernel: Kernel, grid: int, given: Sequence[int]) -> None:
@@ -159,19 +161,44 @@ def launch_on(device: int, kernel: Kernel, grid: int, given: Sequence[int]) -> N
         kernel.launch(grid, given, current_stream(device))
 
 
+class Allocation(Protocol):
+    """Device memory, used and freed on its device."""
+
+    address: int
+
+    def free(self) -> None:
+        """Give it back; no kernel may be using it."""
+
+
+class PlainAllocation:
+    """Memory of the current device that the driver places, `address`."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.address = allocate(nbytes)
+
+    def free(self) -> None:
+        driver_calls.free(self.address)
+
+
 class DeviceMemory:
-    """A plain device allocation that peers may map, for what begins `begin` bytes into it, at `address`: zeros, and
-    ones in the (offset from there, bytes) of `ones`."""
+    """An allocation of a device, which `take` makes of a number of bytes, for what begins `begin` bytes into it, at
+    `address`: zeros, and ones in the (offset from there, bytes) of `ones`."""
 
     def __init__(
-        self, device: torch.device, nbytes: int, ones: Sequence[tuple[int, int]] = (), *, begin: int = 0
+        self,
+        device: torch.device,
+        nbytes: int,
+        ones: Sequence[tuple[int, int]] = (),
+        *,
+        begin: int = 0,
+        take: Callable[[int], Allocation] = PlainAllocation,
     ) -> None:
         self.device, self.nbytes = device, nbytes
         with on_device(device):
-            self._allocation = allocate(nbytes)
-            self.address = self._allocation + begin
+            self.allocation = take(nbytes)
+            self.address = self.allocation.address + begin
             try:
-                driver_calls.fill(self._allocation, 0, nbytes)
+                driver_calls.fill(self.allocation.address, 0, nbytes)
                 for offset, count in ones:
                     driver_calls.fill(self.address + offset, 0xFF, count)
                 torch.cuda.synchronize(device)
@@ -196,26 +223,10 @@ class DeviceMemory:
         finally:
             host.free()
 
-    def handle(self) -> bytes:
-        """Handle of the allocation for another process on this machine (CUDA IPC)."""
-        return driver_calls.ipc_handle(self._allocation)
-
     def free(self) -> None:
         """Release the memory; no peer may still be writing to it."""
         with on_device(self.device):
-            driver_calls.free(self._allocation)
-
-
-def open_handle(device: torch.device, handle: bytes) -> int:
-    """Map another process's memory into `device`'s context; returns its address here."""
-    with on_device(device):
-        return driver_calls.open_ipc_handle(handle)
-
-
-def close_handle(device: torch.device, address: int) -> None:
-    """Unmap what `open_handle` mapped."""
-    with on_device(device):
-        driver_calls.close_ipc_handle(address)
+            self.allocation.free()
 
 
 class HostMemory:

@@ -16,7 +16,8 @@ from cuda.bindings import driver
 
 from cute_ep.api.errors import EPError
 
-IPC_HANDLE_BYTES = int(driver.CU_IPC_HANDLE_SIZE)
+HANDLE_BYTES = int(driver.CU_IPC_HANDLE_SIZE)
+"""Of a handle of CUDA IPC, and of a fabric handle."""
 SUCCESS = driver.CUresult.CUDA_SUCCESS
 
 
@@ -188,11 +189,101 @@ def free_host(address: int) -> None:
     check(driver.cuMemFreeHost(address))
 
 
+# ---- memory that is mapped, which other processes import (cuMemCreate)
+
+
+def memory_properties(device: int, fabric: bool) -> driver.CUmemAllocationProp:
+    """Memory of a device that goes to other processes by fabric handle, else by file descriptor."""
+    made = driver.CUmemAllocationProp()
+    made.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    made.requestedHandleTypes = handle_type(fabric)
+    made.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    made.location.id = int(check(driver.cuDeviceGet(device)))
+    return made
+
+
+def handle_type(fabric: bool) -> driver.CUmemAllocationHandleType:
+    """That of fabric handles, else of file descriptors."""
+    if fabric:
+        return driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+    return driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def granularity(device: int, fabric: bool) -> int:
+    """Bytes of which sizes of such memory, and the addresses that it is mapped at, are multiples."""
+    option = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+    return int(check(driver.cuMemGetAllocationGranularity(memory_properties(device, fabric), option)))
+
+
+def create_memory(device: int, nbytes: int, fabric: bool) -> int | None:
+    """Memory without an address; None: too little is free."""
+    result = driver.cuMemCreate(nbytes, memory_properties(device, fabric), 0)
+    return None if result[0] == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else int(check(result))
+
+
+def release_memory(memory: int) -> None:
+    """Give up what `create_memory` gave or was imported; it ends with its last mapping."""
+    check(driver.cuMemRelease(memory))
+
+
+def export_descriptor(memory: int) -> int:
+    """A new file descriptor of memory, to be closed by the caller."""
+    return int(check(driver.cuMemExportToShareableHandle(memory, handle_type(fabric=False), 0)))
+
+
+def import_descriptor(descriptor: int) -> int:
+    """Memory of another process on this machine; the descriptor stays the caller's."""
+    return int(check(driver.cuMemImportFromShareableHandle(descriptor, handle_type(fabric=False))))
+
+
+def export_fabric(memory: int) -> bytes:
+    """HANDLE_BYTES that name memory to processes of the NVLink domain."""
+    handle: driver.CUmemFabricHandle = check(driver.cuMemExportToShareableHandle(memory, handle_type(fabric=True), 0))
+    return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+
+def import_fabric(content: bytes) -> int:
+    """Memory of another process, from `export_fabric`."""
+    check_length(content)
+    handle = driver.CUmemFabricHandle()
+    ctypes.memmove(handle.getPtr(), content, HANDLE_BYTES)
+    return int(check(driver.cuMemImportFromShareableHandle(handle.getPtr(), handle_type(fabric=True))))
+
+
+def reserve_addresses(nbytes: int) -> int:
+    """The first of so many addresses, a multiple of the granularity, at which nothing is mapped."""
+    return int(check(driver.cuMemAddressReserve(nbytes, 0, 0, 0)))
+
+
+def free_addresses(address: int, nbytes: int) -> None:
+    """Give back what was reserved; nothing may be mapped there."""
+    check(driver.cuMemAddressFree(address, nbytes))
+
+
+def map_memory(address: int, nbytes: int, memory: int) -> None:
+    """Map memory from its start on. No device may use it there before `allow_access`."""
+    check(driver.cuMemMap(address, nbytes, 0, memory, 0))
+
+
+def allow_access(address: int, nbytes: int, device: int) -> None:
+    """Let a device, the memory's own or a peer, read and write what is mapped."""
+    access = driver.CUmemAccessDesc()
+    access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = int(check(driver.cuDeviceGet(device)))
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    check(driver.cuMemSetAccess(address, nbytes, [access], 1))
+
+
+def unmap_memory(address: int, nbytes: int) -> None:
+    """Undo `map_memory`; no kernel may be using it."""
+    check(driver.cuMemUnmap(address, nbytes))
+
+
 # ---- memory of other processes (CUDA IPC)
 
 
 def ipc_handle(address: int) -> bytes:
-    """IPC_HANDLE_BYTES that name an allocation to other processes on this machine."""
+    """HANDLE_BYTES that name an allocation to other processes on this machine."""
     return handle_bytes(check(driver.cuIpcGetMemHandle(address)))
 
 
@@ -209,13 +300,18 @@ def close_ipc_handle(address: int) -> None:
 
 def handle_bytes(handle: driver.CUipcMemHandle) -> bytes:
     """What the driver has written: its address is the one thing about a handle that all releases agree on."""
-    return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
+    return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
 
 def handle_of(content: bytes) -> driver.CUipcMemHandle:
     """The handle of `handle_bytes`."""
-    if len(content) != IPC_HANDLE_BYTES:
-        raise EPError(f"CUDA IPC handle of {len(content)} bytes: must be {IPC_HANDLE_BYTES}")
+    check_length(content)
     handle = driver.CUipcMemHandle()
-    ctypes.memmove(handle.getPtr(), content, IPC_HANDLE_BYTES)
+    ctypes.memmove(handle.getPtr(), content, HANDLE_BYTES)
     return handle
+
+
+def check_length(content: bytes) -> None:
+    """EPError unless these are the bytes of a handle."""
+    if len(content) != HANDLE_BYTES:
+        raise EPError(f"handle of {len(content)} bytes: must be {HANDLE_BYTES}")

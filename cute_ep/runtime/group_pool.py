@@ -67,7 +67,7 @@ class GroupPool(Pool):
 
     @cached_property
     def ranks_per_node(self) -> int | None:
-        """For `EPConfig.ranks_per_node`; None: all ranks are on one machine. The first time it is collective.
+        """For `EPConfig.ranks_per_node`; None: all ranks are on one node. The first time it is collective.
 
         Raises:
             EPConfigError, EPError: as of `cute_ep.ranks_per_node`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from cute_ep.layouts.maps.variants import (
     SEND_KERNELS,
     Hooks,
 )
-from cute_ep.runtime.driver import DeviceMemory, Kernel, architecture, on_device
+from cute_ep.runtime.driver import Allocation, DeviceMemory, Kernel, PlainAllocation, architecture, on_device
 from cute_ep.tuning.launch_shape import Tuning
 
 
@@ -80,11 +80,13 @@ def load_kernels(cfg: EPConfig, device: torch.device, library: Library, hooks: H
     return kernels
 
 
-def make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
-    """A rank's arena as the first round must find it."""
+def make_arena(
+    cfg: EPConfig, rank: int, device: torch.device, take: Callable[[int], Allocation] = PlainAllocation
+) -> DeviceMemory:
+    """A rank's arena as the first round must find it, in an allocation of `take`."""
     arena = cfg.arena
     cleared = [(int(region.offset), int(region.nbytes)) for region in arena.cleared]
-    return DeviceMemory(device, int(arena.allocation), cleared, begin=arena.begin(cfg.place(rank)[0]))
+    return DeviceMemory(device, int(arena.allocation), cleared, begin=arena.begin(cfg.place(rank)[0]), take=take)
 
 
 def unload_kernels(kernels: Mapping[str, Kernel], device: torch.device) -> None:

@@ -1,30 +1,39 @@
-"""Where the ranks of a group run: which machines make nodes, and whether ranks may go together."""
+"""Where the ranks of a group run: which of them make nodes, and whether ranks may go together."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 
 from cute_ep.api.config import EPConfig, check_alike
 from cute_ep.api.errors import EPConfigError
+from cute_ep.layouts.maps.routing import MAX_RANKS
 from cute_ep.runtime.meeting import Meeting
+from cute_ep.runtime.nvlink import clique_of
 from cute_ep.runtime.process import machine
+from cute_ep.runtime.symmetric import Kind, refusal
+
+LOG = logging.getLogger(__name__)
 
 
 def ranks_per_node(group: dist.ProcessGroup | None = None) -> int:
-    """How many ranks of a process group each machine has, for `EPConfig.ranks_per_node`; collective, through the
-    group's store.
+    """How many ranks of a process group make a node, for `EPConfig.ranks_per_node`: those in one NVLink domain, which
+    may have several machines (docs/nodes.md), else those on one machine. Of more than 32, the most that divide them.
+    Collective, through the group's store; each rank is on its current CUDA device.
 
     Args:
         group: an initialised process group; None: the default group.
 
     Raises:
-        EPConfigError: this process is no rank of the group, the ranks of a machine do not follow one another, or
-            machines have different numbers of ranks.
+        EPConfigError: this process is no rank of the group, the ranks of a domain do not follow one another, or domains
+            have different numbers of ranks.
         EPError: another rank did not come, or called something else.
     """
     return count_ranks(group, "count the ranks of a node")
@@ -35,19 +44,65 @@ def count_ranks(group: dist.ProcessGroup | None, call: str) -> int:
     check_initialised(group)
     check_member(group)
     with Meeting(group, call) as meeting:
-        return equal_runs(meeting.gather(machine()))
+        return equal_parts(domains(meeting.gather(Seat.own())))
 
 
-def equal_runs(machines: Sequence[str]) -> int:
-    """The number of ranks of each of these machines, given by rank; EPConfigError as of `ranks_per_node`."""
-    runs = [[rank for rank, _ in run] for _, run in groupby(enumerate(machines), key=lambda one: one[1])]
-    if len(runs) > len(set(machines)):
+class Seat(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        clique: of NVLink (`clique_of`).
+        refusal: why it does not share memory with other machines of its clique.
+    """
+
+    machine: str
+    clique: str | None = None
+    refusal: str | None = None
+
+    @classmethod
+    def own(cls) -> Self:
+        """This process's, on its current CUDA device where it has one."""
+        if not torch.cuda.device_count():
+            return cls(machine())
+        device = torch.device("cuda", torch.cuda.current_device())
+        clique = clique_of(device)
+        return cls(machine(), clique, None if clique is None else refusal(Kind.FABRIC, device))
+
+
+def domains(seats: Sequence[Seat]) -> list[str]:
+    """A name of each rank's NVLink domain, the same for all in it: its clique, where that is known and all of its ranks
+    share memory over machines, else its machine."""
+    refused = {seat.clique: f"rank {rank}: {seat.refusal}" for rank, seat in enumerate(seats) if seat.refusal}
+    over_machines = Counter(clique for clique, _ in {(seat.clique, seat.machine) for seat in seats})
+    for clique, why in refused.items():
+        if over_machines[clique] > 1:
+            LOG.warning(
+                "the %d machines of an NVLink domain are taken as nodes, since it has no fabric handles (%s)",
+                over_machines[clique],
+                why,
+            )
+    return [seat.machine if seat.clique is None or seat.clique in refused else seat.clique for seat in seats]
+
+
+def equal_parts(domains: Sequence[str]) -> int:
+    """The number of ranks of each of these domains, given by rank, or of equal parts of at most MAX_RANKS.
+
+    EPConfigError as of `ranks_per_node`.
+    """
+    runs = [[rank for rank, _ in run] for _, run in groupby(enumerate(domains), key=lambda one: one[1])]
+    if len(runs) > len(set(domains)):
         told = ", ".join(map(str, runs))
-        raise EPConfigError(f"ranks {told} are on machines in turns: the ranks of a machine must follow one another")
+        raise EPConfigError(
+            f"ranks {told} are on machines, or in NVLink domains, in turns: the ranks of one must follow one another"
+        )
     other = next((run for run in runs if len(run) != len(runs[0])), None)
     if other is not None:
-        raise EPConfigError(f"ranks {runs[0]} are on one machine and ranks {other} on another: must be as many on each")
-    return len(runs[0])
+        raise EPConfigError(
+            f"ranks {runs[0]} are on one machine, or in one NVLink domain, and ranks {other} in another: must be as "
+            "many in each"
+        )
+    count = len(runs[0])
+    return next(part for part in range(min(count, MAX_RANKS), 0, -1) if count % part == 0)
 
 
 def check_initialised(group: dist.ProcessGroup | None, otherwise: str = "") -> None:
@@ -67,21 +122,28 @@ def check_member(group: dist.ProcessGroup | None) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """What ranks of one group compare: their configurations, and where they run."""
+    """What ranks of one group compare: their configurations, and where they run.
+
+    Attributes:
+        clique: of NVLink (`clique_of`).
+    """
 
     cfg: EPConfig
     machine: str
     gpu: str | None
+    clique: str | None = None
 
     @classmethod
     def of(cls, cfg: EPConfig, device: torch.device | None) -> Place:
         """This process's; device: None without a GPU."""
-        return cls(cfg, machine(), None if device is None else str(torch.cuda.get_device_properties(device).uuid))
+        if device is None:
+            return cls(cfg, machine(), None)
+        return cls(cfg, machine(), str(torch.cuda.get_device_properties(device).uuid), clique_of(device))
 
 
 def check_places(rank: int, places: Sequence[Place]) -> None:
-    """EPConfigError unless all ranks have rank `rank`'s configuration, those of its node its machine, and each a GPU of
-    its own. On the CPU all are on one machine."""
+    """EPConfigError unless all ranks have rank `rank`'s configuration, those of its node its machine or its clique, and
+    each a GPU of its own. On the CPU all are on one machine."""
     own = places[rank]
     check_alike([place.cfg for place in places])
     cfg = own.cfg
@@ -92,9 +154,13 @@ def check_places(rank: int, places: Sequence[Place]) -> None:
         if place.machine != own.machine:
             if own.gpu is None:
                 raise EPConfigError(f"rank {peer} and rank {rank} are on different machines: must be on one on the CPU")
-            if cfg.node(peer) == cfg.node(rank):
+            reach = own.clique is not None and place.clique == own.clique
+            if cfg.node(peer) == cfg.node(rank) and not reach:
                 whose = "" if cfg.nodes == 1 else f", as ranks of node {cfg.node(rank)}"
-                raise EPConfigError(f"rank {peer} and rank {rank} are on different machines: must be on one{whose}")
+                raise EPConfigError(
+                    f"rank {peer} and rank {rank} are on different machines: must be on one, or in one NVLink "
+                    f"domain{whose}"
+                )
     for peer, place in enumerate(places):
         if place.gpu and (first := [other for other in range(peer) if places[other].gpu == place.gpu]):
             raise EPConfigError(

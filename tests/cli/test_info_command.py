@@ -14,6 +14,7 @@ from cute_ep.bench import machine
 from cute_ep.cli.info import memory_parts
 from cute_ep.cli.main import main
 from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.runtime import nvlink, symmetric
 
 
 def test_info_prints_the_memory_of_a_preset_and_refuses_others(tmp_path, capsys: pytest.CaptureFixture) -> None:
@@ -81,12 +82,17 @@ def test_info_shows_devices_memory_and_who_reaches_whom(
     monkeypatch.setattr(machine, "link_matrix", lambda: [["X", "NV18"], ["NV6", "X"]])
     monkeypatch.setattr(machine, "driver_version", lambda: "580.1")
     monkeypatch.setattr(machine, "nccl_version", lambda: "2.28.9")
+    monkeypatch.setattr(nvlink, "clique_of", lambda device: "ab.1" if device.index else None)
+    refused = {symmetric.Kind.FABRIC: "CUDA driver: NOT_PERMITTED"}
+    monkeypatch.setattr(symmetric, "refusal", lambda kind, device: None if device.index else refused.get(kind))
     assert main(["info", "--library", str(tmp_path), "--json", str(tmp_path / "info.json")]) == 0
     out = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│ cuda:" in line]
     assert rows == [
         ["cuda:0", "NVIDIA H200", "sm_90", "132", "130 GiB", "93.1 GiB"],
         ["cuda:1", "NVIDIA H200", "sm_90", "132", "130 GiB", "94.1 GiB"],
+        ["cuda:0", "the machine", "no: CUDA driver: NOT_PERMITTED", "yes", "yes"],
+        ["cuda:1", "ab.1", "yes", "yes", "yes"],
         ["cuda:0", "-", "yes NV18"],
         ["cuda:1", "no NV6", "-"],
     ]
@@ -94,4 +100,6 @@ def test_info_shows_devices_memory_and_who_reaches_whom(
     written = json.loads((tmp_path / "info.json").read_text())
     assert written["machine"]["gpus"] == {"cuda:0": "NVIDIA H200", "cuda:1": "NVIDIA H200"}
     assert written["peer_access"] == [[None, True], [False, None]] and written["links"][1] == ["NV6", "X"]
+    refusals = {"fabric handles": "CUDA driver: NOT_PERMITTED", "file descriptors": None, "CUDA IPC": None}
+    assert written["sharing"][0] == {"clique": None, "refusals": refusals} and written["sharing"][1]["clique"] == "ab.1"
     assert [gpu["free_bytes"] for gpu in written["gpus"]] == [100 * 10**9, 101 * 10**9]

@@ -1,5 +1,5 @@
-"""One process a rank, memory exchanged by CUDA IPC. Two processes at least: with one GPU they share it in time slices
-(`tests.sharing`)."""
+"""One process a rank, memory shared by file descriptors where nothing else is said. Two processes at least: with one
+GPU they share it in time slices (`tests.sharing`)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cute_ep.runtime.symmetric import Kind, refusal
 from tests.integrations import vllm_engine
 from tests.integrations.vllm_worker import missing
 from tests.processes import ROOT, run_ranks
@@ -40,6 +41,17 @@ def run_torchrun(*words: str, path: str = os.environ.get("PYTHONPATH", "")) -> s
 def test_one_process_a_rank() -> None:
     said = run_torchrun("--standalone", "--nproc-per-node", str(RANKS), "-m", "tests.gpu.worker")
     assert [f"rank {rank} ok" in said for rank in range(RANKS)] == [True] * RANKS
+
+
+@pytest.mark.parametrize("program", ["rounds", "connects", "killed"])
+@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name.lower())
+def test_one_process_a_rank_by_each_kind_of_symmetric_memory(kind: Kind, program: str, tmp_path: Path) -> None:
+    """The same bytes; a hundred connects leave no descriptor; who survives a killed rank names it."""
+    if why := refusal(kind, torch.device("cuda", 0)):
+        pytest.skip(f"{kind}: {why}")
+    killed = [RANKS - 1] if program == "killed" else []
+    where = ("tests.gpu.sharing_worker", RANKS, tmp_path / "store", program, kind.name)
+    run_ranks(*where, environment=[{}] * RANKS, killed=killed)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="kernels of two processes on one GPU do not run side by side")

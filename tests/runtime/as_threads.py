@@ -15,7 +15,7 @@ from cute_ep.runtime import connection, meeting
 RANKS = 3
 
 
-def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object]) -> list[object]:
+def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object], ranks: int = RANKS) -> list[object]:
     """What call(rank) returns, or raises, on each rank; the test ends with an error where one of them is left waiting
     for another."""
     mine = threading.local()
@@ -31,8 +31,8 @@ def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object]) -
         PrefixStore=torch.distributed.PrefixStore,
         get_rank=lambda group: mine.rank,
         GroupMember=torch.distributed.GroupMember,
-        get_world_size=lambda group: RANKS,
-        get_process_group_ranks=lambda group: list(range(RANKS)),
+        get_world_size=lambda group: ranks,
+        get_process_group_ranks=lambda group: list(range(ranks)),
         group=SimpleNamespace(WORLD=SimpleNamespace(group_name="0")),
         is_initialized=lambda: True,
     )
@@ -41,5 +41,5 @@ def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object]) -
     store = torch.distributed.HashStore()
     monkeypatch.setattr(meeting, "PATIENCE_S", 30.0)  # to meet
     monkeypatch.setattr(meeting, "default_store", lambda: store)
-    with ThreadPoolExecutor(RANKS) as pool:
-        return list(pool.map(work, range(RANKS)))
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(work, range(ranks)))

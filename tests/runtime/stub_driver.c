@@ -1,18 +1,25 @@
 // A CUDA driver for tests of how calls reach it, as libcuda.so.1: it notes what each call brings, device memory is this
 // process's, a context is a number. An allocation's IPC handle is its address and then 56 bytes that tell their places.
+// Memory that is mapped is a file: its handle is a descriptor, and a fabric handle has that one's number and 60 bytes.
 
+#define _GNU_SOURCE
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, PEER_ACCESS_ALREADY_ENABLED = 704 };
-enum { CLUSTER_DIMENSION = 4 };
+enum { NOT_PERMITTED = 800, CLUSTER_DIMENSION = 4, DESCRIPTOR = 1, FABRIC = 8 };
 typedef uint64_t u64;
 typedef struct { int id; char pad[4]; char value[64]; } Attribute;
 typedef struct { unsigned grid[3], block[3], smem; void *stream; Attribute *attributes; unsigned count; } Config;
 typedef struct { unsigned char bytes[64]; } Handle;
+typedef struct { int type, id; } Location;
+typedef struct { int type, handles; Location at; void *win32; unsigned char compression, rdma; } Properties;
+typedef struct { Location at; int flags; } Access;
 
 static char notes[1 << 16];
 static u64 current;
@@ -108,6 +115,55 @@ static int allocate_host(void **address, size_t count, unsigned flags) {
     return SUCCESS;
 }
 static int free_host(void *address) { note("free_host"); free(address); return SUCCESS; }
+static int get_granularity(size_t *found, const Properties *of, int option) {
+    note("granularity %d %d, on %d %d, %d", of->type, of->handles, of->at.type, of->at.id, option);
+    *found = 1 << 16;
+    return SUCCESS;
+}
+static int create_memory(u64 *memory, size_t count, const Properties *of, u64 flags) {
+    note("create %zu: %d %d, on %d %d, %p %d %d, %lu", count, of->type, of->handles, of->at.type, of->at.id, of->win32,
+         of->compression, of->rdma, flags);
+    if (count > 1 << 20) return count == 1 << 30 ? NOT_PERMITTED : OUT_OF_MEMORY;
+    int file = memfd_create("memory", 0);
+    *memory = file;
+    return ftruncate(file, count) ? INVALID_VALUE : SUCCESS;
+}
+static int release_memory(u64 memory) { note("release"); return close(memory) ? INVALID_VALUE : SUCCESS; }
+static int export_memory(void *handle, u64 memory, int type, u64 flags) {
+    note("export %d %lu", type, flags);
+    if (type == DESCRIPTOR) *(int *)handle = dup(memory);
+    else for (int i = 0; i < 64; i++) ((unsigned char *)handle)[i] = i < 4 ? memory >> 8 * i : 5 + 3 * i;
+    return SUCCESS;
+}
+static int import_memory(u64 *memory, const void *handle, int type) {
+    note("import %d", type);
+    if (type == FABRIC)
+        for (int i = 4; i < 64; i++) if (((unsigned char *)handle)[i] != (unsigned char)(5 + 3 * i)) return INVALID_VALUE;
+    *memory = dup(type == DESCRIPTOR ? (int)(u64)handle : *(const int *)handle);
+    return SUCCESS;
+}
+static int reserve(u64 *address, size_t count, size_t alignment, u64 wanted, u64 flags) {
+    note("reserve %zu %zu %lu %lu", count, alignment, wanted, flags);
+    *address = (u64)mmap(NULL, count, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return SUCCESS;
+}
+static int free_addresses(u64 address, size_t count) {
+    note("free_addresses %zu", count);
+    return munmap((void *)address, count) ? INVALID_VALUE : SUCCESS;
+}
+static int map_memory(u64 address, size_t count, size_t offset, u64 memory, u64 flags) {
+    note("map %zu %zu %lu", count, offset, flags);
+    void *found = mmap((void *)address, count, PROT_NONE, MAP_SHARED | MAP_FIXED, memory, offset);
+    return found == (void *)address ? SUCCESS : INVALID_VALUE;
+}
+static int set_access(u64 address, size_t count, const Access *access, size_t devices) {
+    note("access %zu: %d %d, %d, %zu", count, access->at.type, access->at.id, access->flags, devices);
+    return mprotect((void *)address, count, PROT_READ | PROT_WRITE) ? INVALID_VALUE : SUCCESS;
+}
+static int unmap_memory(u64 address, size_t count) {
+    note("unmap %zu", count);
+    return mmap((void *)address, count, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ? SUCCESS : INVALID_VALUE;
+}
 static int get_handle(Handle *handle, u64 address) {
     for (int i = 0; i < 64; i++) handle->bytes[i] = 3 + 7 * i;
     memcpy(handle->bytes, &address, 8);
@@ -132,6 +188,10 @@ static const struct { const char *name; void *function; } FUNCTIONS[] = {
     {"cuMemsetD32", set_words}, {"cuMemcpyHtoD", write_to}, {"cuMemcpyAsync", copy}, {"cuMemHostAlloc", allocate_host},
     {"cuMemFreeHost", free_host}, {"cuIpcGetMemHandle", get_handle}, {"cuIpcOpenMemHandle", open_handle},
     {"cuIpcCloseMemHandle", close_handle}, {"cuDriverGetVersion", version},
+    {"cuMemGetAllocationGranularity", get_granularity}, {"cuMemCreate", create_memory}, {"cuMemRelease", release_memory},
+    {"cuMemExportToShareableHandle", export_memory}, {"cuMemImportFromShareableHandle", import_memory},
+    {"cuMemAddressReserve", reserve}, {"cuMemAddressFree", free_addresses}, {"cuMemMap", map_memory},
+    {"cuMemSetAccess", set_access}, {"cuMemUnmap", unmap_memory},
 };
 
 int cuGetProcAddress_v2(const char *symbol, void **found, int release, u64 flags, int *status) {

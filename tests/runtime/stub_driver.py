@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,48 @@ def through_handle() -> list[bool]:
     return [mapped == address, len(handle) == 64, handle[8:] == bytes((3 + 7 * i) % 256 for i in range(8, 64))]
 
 
+def mapped(memory: int, nbytes: int) -> int:
+    """Where device 3 may use memory."""
+    address = calls.reserve_addresses(nbytes)
+    calls.map_memory(address, nbytes, memory)
+    calls.allow_access(address, nbytes, 3)
+    return address
+
+
+def through_memory(*, fabric: bool) -> list:
+    """What is read through a mapping of imported memory, and of what kind its handle is."""
+    step = calls.granularity(3, fabric)
+    memory = calls.create_memory(3, step, fabric)
+    assert memory is not None
+    here = mapped(memory, step)
+    if fabric:
+        handle = calls.export_fabric(memory)
+        told: object = [len(handle), handle[8:] == bytes((5 + 3 * i) % 256 for i in range(8, 64))]
+        imported = calls.import_fabric(handle)
+    else:
+        descriptor = calls.export_descriptor(memory)
+        told = os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:memory")
+        imported = calls.import_descriptor(descriptor)
+        os.close(descriptor)
+    there = mapped(imported, step)
+    calls.release_memory(imported)
+    calls.write(here + 8, b"\x01\x02\x03")
+    content = ctypes.string_at(there + 7, 5)
+    for address in (there, here):
+        calls.unmap_memory(address, step)
+        calls.free_addresses(address, step)
+    calls.release_memory(memory)
+    return [there != here, content.hex(), told]
+
+
+def through_memory_notes(kind: int) -> tuple[str, ...]:
+    """The driver's."""
+    placed = ("reserve 65536 0 0 0", "map 65536 0 0", "access 65536: 1 13, 3, 1")
+    created = (f"granularity 1 {kind}, on 1 13, 1", f"create 65536: 1 {kind}, on 1 13, (nil) 0 0, 0")
+    left = ("unmap 65536", "free_addresses 65536")
+    return (*created, *placed, f"export {kind} 0", f"import {kind}", *placed, "release", *left, *left, "release")
+
+
 def copied(address: int) -> None:
     calls.write(address, b"\x01\x02\x03")
     calls.copy(address + 4, address, 3, 77)
@@ -120,7 +163,25 @@ CASES = {
     "handle of another driver": Case(
         lambda: calls.open_ipc_handle(bytes(64)), "CUDA driver: CUDA_ERROR_INVALID_VALUE", ()
     ),
-    "handle cut short": Case(lambda: calls.open_ipc_handle(bytes(63)), "CUDA IPC handle of 63 bytes: must be 64"),
+    "handle cut short": Case(lambda: calls.open_ipc_handle(bytes(63)), "handle of 63 bytes: must be 64"),
+    "memory by descriptor": Case(
+        lambda: through_memory(fabric=False), [True, "0001020300", True], through_memory_notes(1)
+    ),
+    "memory by fabric handle": Case(
+        lambda: through_memory(fabric=True), [True, "0001020300", [64, True]], through_memory_notes(8)
+    ),
+    "fabric handle of another driver": Case(
+        lambda: calls.import_fabric(bytes(64)), "CUDA driver: CUDA_ERROR_INVALID_VALUE", ("import 8",)
+    ),
+    "fabric handle cut short": Case(lambda: calls.import_fabric(bytes(65)), "handle of 65 bytes: must be 64"),
+    "too little memory to create": Case(
+        lambda: calls.create_memory(3, 1 << 25, fabric=True), None, ("create 33554432: 1 8, on 1 13, (nil) 0 0, 0",)
+    ),
+    "memory that is refused": Case(
+        lambda: calls.create_memory(3, 1 << 30, fabric=True),
+        "CUDA driver: CUDA_ERROR_NOT_PERMITTED",
+        ("create 1073741824: 1 8, on 1 13, (nil) 0 0, 0",),
+    ),
 }
 """By name; each is made after all before it."""
 

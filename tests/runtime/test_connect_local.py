@@ -80,7 +80,7 @@ def test_the_reference_backend_takes_options_of_a_gpu(tmp_path: Path) -> None:
 def test_cuda_without_a_number_is_the_current_device(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection.torch.cuda, "current_device", lambda: 2)
     made: list[str] = []
-    monkeypatch.setattr(connection, "make_arena", lambda cfg, rank, device: made.append(str(device)) or PLAIN)
+    monkeypatch.setattr(connection, "make_arena", lambda cfg, rank, device, take: made.append(str(device)) or PLAIN)
     connection.connect_local(EPConfig(128, 8, 2, 16, 2), ["cuda", "cuda:1"])
     assert made == ["cuda:2", "cuda:1"]
 
@@ -151,7 +151,7 @@ def test_memory_is_freed_with_the_last_rank(gpus: None, monkeypatch: pytest.Monk
     def rank(parts: RankParts, *args: object, release: Callable, **options: object) -> SimpleNamespace:
         return make("rank", parts.rank, failed=parts.rank == failed, release=release)
 
-    monkeypatch.setattr(connection, "make_arena", lambda cfg, rank, device: make("arena", rank))
+    monkeypatch.setattr(connection, "make_arena", lambda cfg, rank, device, take: make("arena", rank))
     monkeypatch.setattr(connection, "Communicator", rank)
     monkeypatch.setattr(connection, "unload_kernels", lambda kernels, device: done.append(f"kernels {device.index}"))
     monkeypatch.setattr(connection.torch.cuda, "synchronize", lambda device: done.append(f"wait {device.index}"))
@@ -177,7 +177,7 @@ def test_what_was_made_is_freed_in_reverse_order_when_connecting_fails(
             raise EPError("CUDA driver: CUDA_ERROR_OUT_OF_MEMORY")
         return SimpleNamespace(address=4096 * rank, free=lambda: freed.append(f"{what} {rank}"))
 
-    monkeypatch.setattr(connection, "make_arena", lambda cfg, rank, device: make("arena", rank))
+    monkeypatch.setattr(connection, "make_arena", lambda cfg, rank, device, take: make("arena", rank))
     monkeypatch.setattr(connection, "Communicator", lambda parts, *args, **options: make("rank", parts.rank))
     monkeypatch.setattr(connection, "unload_kernels", lambda kernels, device: freed.append(f"kernels {device.index}"))
     with pytest.raises(EPError, match="OUT_OF_MEMORY"):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,91 +12,18 @@ import pytest
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
-from cute_ep.runtime import connection, gpus
-from cute_ep.runtime.parts import RankParts
-from cute_ep.runtime.places import Place, check_places, equal_runs
-from tests.fake_driver import FakeDriver, cuda
+from cute_ep.runtime import connection, gpus, trial
+from cute_ep.runtime.symmetric import Kind
 
 from .as_threads import RANKS, collective
-
-CFG = EPConfig(hidden=128, num_experts=6, top_k=2, max_tokens_per_rank=16, world_size=RANKS)
-PLACES = [Place(CFG, "machine", f"GPU-{rank}") for rank in range(RANKS)]
-NO_GPU = {"gpu": None}
+from .fake_machine import CFG, NOTHING, Machine, dist_rank
 
 
-class Machine(FakeDriver):
-    """What `connect` takes from a machine and gives back: kernels and communicators by rank, here, and a driver's
-    memory; `broken` names (what, rank) that fail."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *broken: tuple[str, int]) -> None:
-        super().__init__(monkeypatch)
-        self.made: set[tuple] = set()
-        self.broken = set(broken)
-        self.mappings = Counter[int]()
-        fakes = {
-            "check_gpu": lambda name, device: None,
-            "find_tuning": lambda *args: None,
-            "load_kernels": lambda cfg, device, library, hooks: self.take("kernels"),
-            "unload_kernels": lambda kernels, device: self.made.remove(kernels),
-            "Communicator": lambda parts, peers, release, **options: self.communicator(parts, peers, release),
-            "Library": lambda folder: None,
-            "load_local_kernels": lambda devices, library: None,
-            "_max_ctas": lambda device, sms, ranks: 8,
-            "resident_ctas": lambda device: 8,
-        }
-        for name, fake in fakes.items():
-            monkeypatch.setattr(connection, name, fake)
-        monkeypatch.setattr(Place, "of", lambda cfg, device: replace(PLACES[dist_rank()], **({} if device else NO_GPU)))
-        for name, fake in {
-            "current_device": lambda: 0,
-            "device": lambda device: nullcontext(),
-            "device_count": lambda: int(("gpu", dist_rank()) not in self.broken),
-            "get_device_name": str,
-            "synchronize": self.synchronize,
-        }.items():
-            monkeypatch.setattr(connection.torch.cuda, name, fake)
-
-    @property
-    def held(self) -> tuple[int, int, int]:
-        """Kernels and communicators, allocations, mappings."""
-        return len(self.made), len(self.memory), len(self.mapped)
-
-    def take(self, what: str) -> tuple:
-        if (what, dist_rank()) in self.broken:
-            raise EPError(f"no {what}")
-        one = (what, dist_rank())
-        self.made.add(one)
-        return one
-
-    def cuMemAlloc(self, nbytes: int) -> tuple:
-        if ("arena", dist_rank()) in self.broken:
-            return cuda.CUresult.CUDA_ERROR_ECC_UNCORRECTABLE, cuda.CUdeviceptr()
-        return super().cuMemAlloc(nbytes)
-
-    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple:
-        rank = dist_rank()
-        self.mappings[rank] += 1
-        if ("mapping", rank) in self.broken and self.mappings[rank] == 2:
-            return cuda.CUresult.CUDA_ERROR_MAP_FAILED, cuda.CUdeviceptr()
-        return super().cuIpcOpenMemHandle(handle, flags)
-
-    def communicator(self, parts: RankParts, peers: list[int], release: Callable) -> SimpleNamespace:
-        one = self.take("rank")
-        made = SimpleNamespace(failed=False, parts=parts, peers=peers, free=lambda: self.made.remove(one))
-        made.close = lambda: release(made)
-        return made
-
-    def synchronize(self, device: object) -> None:
-        if ("synchronize", dist_rank()) in self.broken:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-
-NOTHING = (0, 0, 0)
-
-
-def dist_rank() -> int:
-    """The rank that this thread stands for."""
-    return connection.dist.get_rank(None)
+@pytest.fixture(params=Kind, ids=lambda kind: kind.name.lower())
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kind:
+    """The only one that is tried."""
+    monkeypatch.setattr(trial, "ON_ONE_MACHINE", (request.param,))
+    return request.param
 
 
 # ---- memory
@@ -114,7 +39,7 @@ def dist_rank() -> int:
     ],
 )
 def test_all_ranks_give_back_what_they_made_when_one_cannot_connect(
-    monkeypatch: pytest.MonkeyPatch, what: str, why: str
+    monkeypatch: pytest.MonkeyPatch, kind: Kind, what: str, why: str
 ) -> None:
     machine = Machine(monkeypatch, (what, 1))
     got = collective(monkeypatch, lambda rank: connection.connect(CFG))
@@ -139,7 +64,7 @@ def test_nothing_is_loaded_before_all_ranks_have_come(monkeypatch: pytest.Monkey
     assert loads == [True] * len(loads) and len(loads) >= RANKS
 
 
-def test_every_rank_maps_what_the_others_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_maps_what_the_others_allocated(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
     """By their handles; each knows its own arena by its address."""
     machine = Machine(monkeypatch)
     ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(CFG))
@@ -152,7 +77,7 @@ def test_every_rank_maps_what_the_others_allocated(monkeypatch: pytest.MonkeyPat
         assert [place in machine.mapped for place in places] == [peer != rank for peer in range(RANKS)]
 
 
-def test_ranks_that_close_give_back_all_that_they_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_close_give_back_all_that_they_held(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
     machine = Machine(monkeypatch)
     ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(CFG))
     assert machine.held == (2 * RANKS, RANKS, RANKS * (RANKS - 1))
@@ -167,7 +92,7 @@ def test_ranks_whose_waits_timed_out_give_it_back_too(monkeypatch: pytest.Monkey
     assert collective(monkeypatch, lambda rank: ranks[rank].close()) == [None] * RANKS and machine.held == NOTHING
 
 
-def test_when_a_device_has_failed_all_ranks_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_a_device_has_failed_all_ranks_keep_their_memory(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
     """Only the rank of that device has the error."""
     machine = Machine(monkeypatch)
     ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(CFG))
@@ -199,47 +124,6 @@ def test_all_ranks_have_a_gpu_or_none_has(monkeypatch: pytest.MonkeyPatch) -> No
     for rank, other in enumerate((0, 0, 2)):
         assert isinstance(got[rank], EPConfigError)
         assert str(got[rank]) == f"rank 1 has no CUDA GPU, but rank {other} has: must be all ranks or none"
-
-
-def test_ranks_of_one_configuration_and_machine_on_gpus_of_their_own_go_together() -> None:
-    for rank in range(RANKS):
-        check_places(rank, PLACES)
-
-
-@pytest.mark.parametrize(
-    ("changed", "rule"),
-    [
-        (
-            {"cfg": replace(CFG, top_k=1)},
-            r"^top_k = 2 on rank\(s\) \[0, 1\], 1 on rank\(s\) \[2\]: must be the same on all ranks$",
-        ),
-        ({"machine": "other"}, r"^rank 2 and rank 0 are on different machines: must be on one$"),
-        ({"gpu": "GPU-1"}, "rank 1 and rank 2 are both on GPU GPU-1: each must call torch.cuda.set_device"),
-    ],
-    ids=["another configuration", "another machine", "the same GPU"],
-)
-def test_other_places_are_refused(changed: dict, rule: str) -> None:
-    with pytest.raises(EPConfigError, match=rule):
-        check_places(0, [*PLACES[:2], replace(PLACES[2], **changed)])
-
-
-def test_the_ranks_of_a_node_are_on_one_machine() -> None:
-    """Two nodes may be on one, or on one each; on the CPU all are on one."""
-    cfg = EPConfig(128, 8, 2, 16, 4, ranks_per_node=2)
-    several = [Place(cfg, f"machine {rank // 2}", f"GPU-{rank}") for rank in range(4)]
-    for one in (several, [replace(place, machine="machine 0") for place in several]):
-        for rank in range(4):
-            check_places(rank, one)
-    mixed = [*several[:3], replace(several[3], machine="other")]
-    check_places(0, mixed)
-    with pytest.raises(
-        EPConfigError, match=r"^rank 3 and rank 2 are on different machines: must be on one, as .* node 1$"
-    ):
-        check_places(2, mixed)
-    with pytest.raises(
-        EPConfigError, match=r"^rank 2 and rank 0 are on different machines: must be on one on the CPU$"
-    ):
-        check_places(0, [replace(place, gpu=None) for place in several])
 
 
 # ---- several nodes
@@ -325,23 +209,3 @@ def test_all_give_back_what_they_made_when_a_rail_is_not_joined(monkeypatch: pyt
     got = collective(monkeypatch, lambda rank: connection.connect(NODES))
     assert isinstance(got[1], ZeroDivisionError) and machine.held == NOTHING
     assert str(got[0]) == "rank 1 could not connect: ZeroDivisionError: division by zero"
-
-
-@pytest.mark.parametrize(
-    ("machines", "found"),
-    [("aaaa", 4), ("aabb", 2), ("abc", 1), ("a", 1)],
-)
-def test_machines_with_as_many_ranks_each_are_nodes(machines: str, found: int) -> None:
-    assert equal_runs(machines) == found
-
-
-@pytest.mark.parametrize(
-    ("machines", "rule"),
-    [
-        ("aab", r"^ranks \[0, 1\] are on one machine and ranks \[2\] on another: must be as many on each$"),
-        ("abab", r"^ranks \[0\], \[1\], \[2\], \[3\] are on machines in turns: the ranks of a machine must follow"),
-    ],
-)
-def test_other_machines_make_no_nodes(machines: str, rule: str) -> None:
-    with pytest.raises(EPConfigError, match=rule):
-        equal_runs(machines)

@@ -191,24 +191,6 @@ def test_memory_that_torch_holds_unused_is_given_back_first(monkeypatch: pytest.
         driver.allocate(2**19)
 
 
-def test_memory_of_a_device_is_given_back_and_seen_by_others_through_its_handle(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    fake = FakeDriver(monkeypatch)
-    memory, other = driver.DeviceMemory(device, 64, begin=8), driver.DeviceMemory(device, 16)
-    memory.store(16, (1, 1 << 63))
-    handle = memory.handle()
-    assert type(handle) is bytes and len(handle) == 64 and handle != other.handle()
-    mapped = driver.open_handle(device, handle)
-    assert fake.bytes_at(mapped).raw == bytes(24) + b"\1" + bytes(7) + bytes(7) + b"\x80" + bytes(24)
-    driver.close_handle(device, mapped)
-    memory.free()
-    other.free()
-    assert not fake.mapped and not fake.memory
-    with pytest.raises(EPError, match="CUDA_ERROR_INVALID_VALUE"):
-        driver.open_handle(device, bytes(64))
-
-
 def test_words_of_the_host_keep_their_values_when_they_are_given_back(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:

@@ -27,7 +27,7 @@ from .stub_driver import CASES, COMPILER, NAME, build
 ROOT = Path(__file__).parents[2]
 TREE = ast.parse(Path(driver_calls.__file__).read_text())
 DRIVER = driver_calls.driver
-OTHERS = {"ctypes", "self", "status", "name", "IPC_HANDLE_BYTES"}
+OTHERS = {"ctypes", "self", "status", "name"}
 """What else has attributes in that file: `status` is a CUresult, `name` a str."""
 
 
@@ -86,7 +86,8 @@ STRUCTURES = sorted({structure for structure, _ in FIELDS})
 def test_the_source_is_understood() -> None:
     """All attributes are of cuda-python's module, of its structures, or of OTHERS."""
     assert not UNKNOWN
-    assert {"CUipcMemHandle", "CUlaunchAttribute", "CUlaunchConfig"} == set(STRUCTURES)
+    memory = {"CUipcMemHandle", "CUmemAccessDesc", "CUmemAllocationProp", "CUmemFabricHandle"}
+    assert memory | {"CUlaunchAttribute", "CUlaunchConfig"} == set(STRUCTURES)
     assert len(NAMES) > 30 and ("cuLaunchKernelEx",) in NAMES and ("CUresult", "CUDA_SUCCESS") in NAMES
 
 
@@ -117,6 +118,10 @@ def test_every_function_enum_and_constant_is_there(names: tuple[str, ...]) -> No
         assert isinstance(found, type)
 
 
+DESCRIPTOR = DRIVER.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+FABRIC = DRIVER.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+PLACES = DRIVER.CUmemLocationType
+PINNED, OTHER = (DRIVER.CUmemAllocationType(number) for number in (1, 0))
 SERIALIZATION = DRIVER.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 VALUES = {
     ("CUlaunchConfig", "gridDimX"): (2**31 - 1, 1),
@@ -130,10 +135,27 @@ VALUES = {
     ("CUlaunchConfig", "numAttrs"): (1, 0),
     ("CUlaunchAttribute", "id"): (DRIVER.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_IGNORE, SERIALIZATION),
     ("CUlaunchAttribute", "value.programmaticStreamSerializationAllowed"): (0, 1),
+    ("CUmemAllocationProp", "type"): (OTHER, PINNED),
+    ("CUmemAllocationProp", "requestedHandleTypes"): (FABRIC, DESCRIPTOR),
+    ("CUmemAllocationProp", "location.type"): (
+        PLACES.CU_MEM_LOCATION_TYPE_HOST_NUMA,
+        PLACES.CU_MEM_LOCATION_TYPE_DEVICE,
+    ),
+    ("CUmemAllocationProp", "location.id"): (2**31 - 1, 3),
+    ("CUmemAccessDesc", "location.type"): (
+        PLACES.CU_MEM_LOCATION_TYPE_HOST_NUMA,
+        PLACES.CU_MEM_LOCATION_TYPE_DEVICE,
+    ),
+    ("CUmemAccessDesc", "location.id"): (2**31 - 1, 3),
+    ("CUmemAccessDesc", "flags"): (
+        DRIVER.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ,
+        DRIVER.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+    ),
 }
 """By structure and field, numbers to set."""
 CLUSTER = {("CUlaunchAttribute", f"value.clusterDim.{axis}") for axis in "xyz"}
-BY_HAND = {("CUlaunchConfig", "attrs"), ("CUipcMemHandle", "getPtr"), *CLUSTER}
+HANDLES = {("CUipcMemHandle", "getPtr"), ("CUmemFabricHandle", "getPtr")}
+BY_HAND = {("CUlaunchConfig", "attrs"), *HANDLES, *CLUSTER}
 """Fields of which a test tells more."""
 
 
@@ -185,7 +207,7 @@ def test_a_launch_has_the_attributes_of_its_cluster(cluster: int) -> None:
 
 
 def test_a_handle_of_another_process_goes_there_and_back() -> None:
-    content = bytes((5 + 11 * i) % 256 for i in range(driver_calls.IPC_HANDLE_BYTES))
+    content = bytes((5 + 11 * i) % 256 for i in range(driver_calls.HANDLE_BYTES))
     handle = driver_calls.handle_of(content)
     assert isinstance(handle, DRIVER.CUipcMemHandle) and len(content) == 64
     assert driver_calls.handle_bytes(handle) == content
@@ -240,4 +262,5 @@ def test_every_call_has_a_case() -> None:
         for node in ast.walk(ast.parse(inspect.getsource(sys.modules[build.__module__])))
         if isinstance(node, ast.Attribute)
     }
-    assert public - used == {"check", "handle_bytes", "handle_of", "launch_config"}, "tested above"
+    through_others = {"check_length", "handle_type", "memory_properties"}
+    assert public - used == {"check", "handle_bytes", "handle_of", "launch_config", *through_others}, "tested above"
