@@ -29,13 +29,14 @@ from cute_ep.reference.processes import connect_processes
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.driver import close_handle, enable_all_peers, has_clusters, open_handle, resident_ctas
 from cute_ep.runtime.gpus import FEW_FREE_SMS, check_gpu, sm_budget, sms_over_nodes
-from cute_ep.runtime.join_nodes import join_nodes, join_rail
+from cute_ep.runtime.join_nodes import Rail, join_nodes, join_rail
+from cute_ep.runtime.join_shmem import join_shmem
 from cute_ep.runtime.local_kernels import load_local_kernels
 from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.nodes import NodesCommunicator, node_config
 from cute_ep.runtime.parts import RankParts, load_kernels, make_arena, unload_kernels
 from cute_ep.runtime.places import Place, check_initialised, check_member, check_places
-from cute_ep.runtime.rails.nccl_library import NcclLibrary
+from cute_ep.runtime.rails.transport import NCCL, check_same_transport, check_transport, chosen_transport
 from cute_ep.tuning.file import find_tuning
 from cute_ep.tuning.launch_shape import Tuning
 
@@ -168,31 +169,35 @@ def connect(
     library: Path | str | None = None,
     hooks: Hooks = NO_HOOKS,
     tuning: Tuning | None = None,
+    transport: str | None = None,
 ) -> EPCommunicator:
     """This process's communicator, on its current CUDA device; collective over `group`, and so is its `close`.
 
     The ranks meet through the group's store, so it is no collective of the group itself. Groups of the same ranks
     connect in the same order on all of them, also from several threads.
 
-    Memory is exchanged by CUDA IPC, so the ranks of a node must be on one machine; between nodes NCCL carries tokens
-    and sums (docs/nodes.md). Where no rank has a GPU it is the reference backend, on the CPU
+    Memory is exchanged by CUDA IPC, so the ranks of a node must be on one machine; between nodes NCCL or NVSHMEM
+    carries tokens and sums (docs/nodes.md). Where no rank has a GPU it is the reference backend, on the CPU
     (`cute_ep.reference.processes`), whose calls wait for their results.
 
     Args:
         cfg: the group's configuration; must be the same on every rank.
         group: an initialised process group of `world_size` ranks; None: the default group.
         sms, library, hooks, tuning: as in `connect_local`; ranks may have different `tuning`. Over nodes `sms` leave
-            FREE_SMS to NCCL.
+            FREE_SMS to exchanges.
+        transport: what carries mail between nodes of GPUs, the same on all ranks: "nccl", or "nvshmem", which brings
+            sums of mode "partial" only; None: NCCL. CPU ranks have no use for it, and one node has none.
 
     Raises:
         EPConfigError: there is no process group, the group's size or another rank's configuration differs, two ranks
             are on one GPU, two of a node on two machines, only some ranks have a GPU, PyTorch has no NCCL for several
-            nodes, an option breaks its rule, or a damaged file of `cute-ep tune`.
+            nodes or `transport` no library, an option breaks its rule, or a damaged file of `cute-ep tune`.
         VariantMissing: a kernel is not in the library.
         EPError: another rank could not connect, did not come within the process group's timeout, ended, or took more
             than half an hour from then on; says which and why. Meanwhile the logger `cute_ep` warns of a long wait.
     """
-    return connect_checked(lambda: None, cfg, group, sms=sms, library=library, hooks=hooks, tuning=tuning)
+    options = {"sms": sms, "library": library, "hooks": hooks, "tuning": tuning, "transport": transport}
+    return connect_checked(lambda: None, cfg, group, **options)
 
 
 def connect_checked(
@@ -211,23 +216,24 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
     """`connect_checked` of ranks that have met."""
     rank, world = meeting.rank, meeting.size
 
-    def look_around() -> tuple[Place, tuple[torch.device, _Share] | None]:
+    def look_around() -> tuple[Place, str, tuple[torch.device, _Share] | None]:
         check_config(cfg)
         check()
         options.check()
+        transport = chosen_transport(cfg, options.transport)
         if world != cfg.world_size:
             raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
         if not torch.cuda.device_count():
             options.check_reference()
-            return Place.of(cfg, None), None
+            return Place.of(cfg, None), transport, None
         node, sms = _on_gpus(cfg, options.hooks), options.sms
         device = torch.device("cuda", torch.cuda.current_device())
         if cfg.nodes > 1:
-            NcclLibrary.loaded()
+            check_transport(transport)
             sms = sms_over_nodes(device, sms)
         most = _max_ctas(device, sms, 1)
         found = options.tuning or find_tuning(node, torch.cuda.get_device_name(device), node.world_size, most)
-        return Place.of(cfg, device), (device, _Share(most, found))
+        return Place.of(cfg, device), transport, (device, _Share(most, found))
 
     def prepare() -> tuple[RankParts, ExitStack]:
         with ExitStack() as undo:
@@ -269,14 +275,17 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
             communicator.free()
             own.close()
 
-    (_, gpu), places = meeting.on_all_ranks(look_around, lambda found: found[0], doing="look at its device")
-    check_places(rank, places)
+    (_, transport, gpu), said = meeting.on_all_ranks(look_around, lambda found: found[:2], doing="look at its device")
+    check_places(rank, [place for place, _ in said])
+    check_same_transport([one for _, one in said])
     patience = max(2 * cfg.timeout_s, LEAST_PATIENCE_S)
     if gpu is None:
         return connect_processes(cfg, rank, meeting.on_all_ranks)
     device, share = gpu
     node, place = (cfg, rank) if cfg.nodes == 1 else (node_config(cfg), cfg.place(rank)[0])
-    first, rail = rank - place, None
+    first = rank - place
+    rail: Rail | None = None
+    join = join_rail if transport == NCCL else join_shmem
     (parts, own), handles = meeting.on_all_ranks(
         prepare, lambda made: made[0].arena.handle(), lambda made: made[1].close(), "load kernels and allocate memory"
     )
@@ -298,7 +307,7 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
             )
             try:
                 if cfg.nodes > 1:
-                    rail = join_rail(cfg, communicator, Library(options.library), meeting)
+                    rail = join(cfg, communicator, Library(options.library), meeting)
             except Exception:
                 communicator.free()
                 raise
@@ -322,6 +331,7 @@ class _Options:
     library: Path | str | None = None
     hooks: Hooks = NO_HOOKS
     tuning: Tuning | None = None
+    transport: str | None = None
 
     def check(self) -> None:
         """EPConfigError for what is wrong on any device."""

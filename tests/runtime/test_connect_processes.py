@@ -17,6 +17,7 @@ from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.runtime import connection, gpus
 from cute_ep.runtime.parts import RankParts
 from cute_ep.runtime.places import Place, check_places, equal_runs
+from cute_ep.runtime.rails import transport
 from tests.fake_driver import FakeDriver, cuda
 
 from .as_threads import RANKS, collective
@@ -262,7 +263,7 @@ class Rail:
 
 def nodes_of(monkeypatch: pytest.MonkeyPatch, *broken: tuple[str, int]) -> Machine:
     machine = Machine(monkeypatch, *broken)
-    monkeypatch.setattr(connection.NcclLibrary, "loaded", lambda: None)
+    monkeypatch.setattr(transport.NcclLibrary, "loaded", lambda: None)
     monkeypatch.setattr(connection, "sms_over_nodes", lambda device, sms: 8)
     monkeypatch.setattr(connection, "join_rail", lambda cfg, node, library, meeting: Rail(machine, cfg))
     monkeypatch.setattr(connection, "NodesCommunicator", lambda node, mail, status, release: Joined(node, release))

@@ -12,14 +12,14 @@ from cute_ep.runtime.rails.engine import Put, words_of
 class PeerStores:
     """A kernel copies, and another one signals the words of all pieces. Neither does anything after a failure."""
 
-    queued = False
+    queued, one_sided, only_sums = False, True, "in one process"
 
     def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
         """As of `Engine`."""
         mail.put(channel, pieces)
         mail.signal(channel, mail.map.arrived.at(channel, mail.node), words_of(pieces), RoundWord.SENT)
 
-    def free(self, mail: RankMail, channel: Channel) -> None:
+    def free(self, mail: RankMail, channel: Channel, landing: int) -> None:
         """As of `Engine`."""
         mail.signal(channel, mail.map.free.at(channel, mail.node), 1, RoundWord.RECEIVED)
 
