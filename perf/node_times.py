@@ -3,8 +3,8 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m perf.node_times --library build/library
 
 In one run, by graph replay, p50 of the slowest GPU, in us: a pair of one node, the pair over nodes, the two exchanges
-alone, as the rail makes them and as bare sends and receives of the same bytes by as many CTAs. `own` is the pair less
-the rail's exchanges.
+alone, as the rail makes them and as bare sends and receives of NCCL of the same bytes by as many CTAs. `own` is the
+pair less the rail's exchanges. `--transport nvshmem` has that for a rail.
 """
 
 from __future__ import annotations
@@ -99,15 +99,15 @@ class Bare:
         exchange(self.library, self.communicator, self.mail, pieces, current_stream(self.mail.memory.device.index))
 
 
-def times(cfg: EPConfig, tokens: int, library: Path | None) -> dict[str, float]:
+def times(cfg: EPConfig, tokens: int, library: Path | None, transport: str) -> dict[str, float]:
     """What is measured of one configuration, in us."""
     found: dict[str, float] = {}
     with connect(replace(cfg, ranks_per_node=None), library=library) as ep:
         found["one node"] = time_graph(Pairs(ep, tokens))
-    with connect(cfg, library=library) as ep:
+    with connect(cfg, library=library, transport=transport) as ep:
         assert isinstance(ep, NodesCommunicator)
         found["nodes"] = time_graph(Pairs(ep, tokens))
-        mail, frames, sums = ep.mail, ep.mail.frame_puts(tokens), [ep.mail.sums_put(tokens, 0)]
+        mail, frames, sums = ep.mail, ep.mail.frame_puts(tokens, tokens), [ep.mail.sums_put(tokens, 0)]
         bare = Bare(mail)
         for name, channel, pieces in (("frames", Channel.FRAMES, frames), ("sums", Channel.SUMS, sums)):
             found[name] = time_graph(lambda _, channel=channel, pieces=pieces: mail.engine.put(mail, channel, pieces))
@@ -118,11 +118,11 @@ def times(cfg: EPConfig, tokens: int, library: Path | None) -> dict[str, float]:
     return found
 
 
-def one_token(cfg: EPConfig, library: Path | None) -> dict[str, float]:
+def one_token(cfg: EPConfig, library: Path | None, transport: str) -> dict[str, float]:
     """A pair of one token with frames of 16, of communicators for 16 and for 4096 tokens."""
     found = {}
     for most in (16, 4096):
-        with connect(replace(cfg, max_tokens_per_rank=most), library=library) as ep:
+        with connect(replace(cfg, max_tokens_per_rank=most), library=library, transport=transport) as ep:
             found[f"one token, frame 16 of {most}"] = time_graph(Pairs(ep, 1, 16))
     return found
 
@@ -131,6 +131,7 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--library", type=Path, metavar="DIR", help="folder of compiled kernels")
+    parser.add_argument("--transport", choices=("nccl", "nvshmem"), default="nccl", help="of the rail (default nccl)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -140,12 +141,12 @@ def main() -> None:
     for fmt in FORMATS:
         for tokens in TOKENS:
             cfg = EPConfig(MAIN.hidden, MAIN.num_experts, MAIN.top_k, tokens, world, fmt, 20, ranks_per_node=1)
-            rows.append({"format": fmt, "tokens": tokens} | times(cfg, tokens, args.library))
+            rows.append({"format": fmt, "tokens": tokens} | times(cfg, tokens, args.library, args.transport))
             if rank == 0:
                 told = ", ".join(f"{name} {value:.1f}" for name, value in list(rows[-1].items())[2:])
                 sys.stdout.write(f"{fmt} {tokens}: {told}; own {rows[-1]['own'] / rows[-1]['one node']:.2f} x\n")
                 sys.stdout.flush()
-    few = one_token(replace(cfg, dispatch_format="bf16"), args.library)
+    few = one_token(replace(cfg, dispatch_format="bf16"), args.library, args.transport)
     if rank == 0:
         sys.stdout.write(f"{few}\n")
         if args.out:

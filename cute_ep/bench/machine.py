@@ -16,6 +16,7 @@ import cute_ep
 from cute_ep.api.errors import EPConfigError
 from cute_ep.layouts.maps.routing import MAX_RANKS
 from cute_ep.runtime.gpus import check_gpu, sm_budget
+from cute_ep.runtime.rails.shmem_library import ShmemLibrary, version_text
 
 VIRTUAL_RANKS = 4
 """Ranks that "auto" puts on a machine with one GPU, and that "cpu" stands for."""
@@ -157,6 +158,16 @@ def nccl_version() -> str | None:
     if not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def nvshmem_found() -> tuple[str, str] | None:
+    """Version and path of the NVSHMEM that `connect(transport="nvshmem")` takes, which is loaded here; None: there is
+    none, or an old one."""
+    try:
+        library = ShmemLibrary.load()
+    except EPConfigError:
+        return None
+    return version_text(library.version), library.path
 
 
 def environment(devices: Sequence[str], command: str) -> dict:

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def all_facts(shape: Preset, configs: dict[int, EPConfig], library: Library, command: str) -> dict:
     """What the tables show, in bytes and seconds, for a file of JSON."""
-    from cute_ep.bench.machine import environment, link_matrix
+    from cute_ep.bench.machine import environment, link_matrix, nvshmem_found
 
     gpus = gpu_facts()
     return {
@@ -95,6 +95,7 @@ def all_facts(shape: Preset, configs: dict[int, EPConfig], library: Library, com
         "peer_access": peer_access(len(gpus)),
         "links": link_matrix() if gpus else None,
         "sharing": sharing(len(gpus)),
+        "nvshmem": nvshmem_found(),
         "libraries": library_facts(library),
         "kernels": kernel_counts(list(library.entries.values())),
         "memory": {
@@ -179,7 +180,7 @@ def print_devices(console: Console) -> None:
     """GPUs with their links and how they share memory, or one line where there are none."""
     import torch
 
-    from cute_ep.bench.machine import driver_version, link_matrix, nccl_version
+    from cute_ep.bench.machine import driver_version, link_matrix, nccl_version, nvshmem_found
 
     gpus = gpu_facts()
     if not gpus:
@@ -189,6 +190,7 @@ def print_devices(console: Console) -> None:
         return
     versions = {"driver": driver_version() or "unknown", "CUDA": torch.version.cuda, "torch": torch.__version__}
     versions["NCCL"] = nccl_version() or "none, which several nodes need"
+    versions["NVSHMEM"] = "{} ({})".format(*found) if (found := nvshmem_found()) else "none"
     table = Table(title="devices: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     for name in ("device", "name", "architecture"):
         table.add_column(name)

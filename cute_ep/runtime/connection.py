@@ -29,13 +29,14 @@ from cute_ep.reference.processes import connect_processes
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.driver import Allocation, PlainAllocation, enable_all_peers, has_clusters, resident_ctas
 from cute_ep.runtime.gpus import FEW_FREE_SMS, check_gpu, sm_budget, sms_over_nodes
-from cute_ep.runtime.join_nodes import join_nodes, join_rail
+from cute_ep.runtime.join_nodes import Rail, join_nodes, join_rail
+from cute_ep.runtime.join_shmem import join_shmem
 from cute_ep.runtime.local_kernels import load_local_kernels
 from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.nodes import NodesCommunicator, node_config
 from cute_ep.runtime.parts import RankParts, load_kernels, make_arena, unload_kernels
 from cute_ep.runtime.places import Place, check_initialised, check_member, check_places
-from cute_ep.runtime.rails.nccl_library import NcclLibrary
+from cute_ep.runtime.rails.transport import NCCL, check_same_transport, check_transport, chosen_transport
 from cute_ep.runtime.trial import choose
 from cute_ep.tuning.file import find_tuning
 from cute_ep.tuning.launch_shape import Tuning
@@ -169,6 +170,7 @@ def connect(
     library: Path | str | None = None,
     hooks: Hooks = NO_HOOKS,
     tuning: Tuning | None = None,
+    transport: str | None = None,
 ) -> EPCommunicator:
     """This process's communicator, on its current CUDA device; collective over `group`, and so is its `close`.
 
@@ -177,25 +179,28 @@ def connect(
 
     The ranks of a node are on one machine, and share memory by file descriptors, else by CUDA IPC; or they are in one
     NVLink domain, and share it by fabric handles. The logger `cute_ep` tells which was taken, and why. Between nodes
-    NCCL carries tokens and sums (docs/nodes.md). Where no rank has a GPU it is the reference backend, on the CPU
-    (`cute_ep.reference.processes`), whose calls wait for their results.
+    NCCL or NVSHMEM carries tokens and sums (docs/nodes.md). Where no rank has a GPU it is the reference backend, on the
+    CPU (`cute_ep.reference.processes`), whose calls wait for their results.
 
     Args:
         cfg: the group's configuration; must be the same on every rank.
         group: an initialised process group of `world_size` ranks; None: the default group.
         sms, library, hooks, tuning: as in `connect_local`; ranks may have different `tuning`. Over nodes `sms` leave
-            FREE_SMS to NCCL.
+            FREE_SMS to exchanges.
+        transport: what carries mail between nodes of GPUs, the same on all ranks: "nccl", or "nvshmem", which brings
+            sums of mode "partial" only; None: NCCL. CPU ranks have no use for it, and one node has none.
 
     Raises:
         EPConfigError: there is no process group, the group's size or another rank's configuration differs, two ranks
             are on one GPU, two of a node on two machines that are not in one NVLink domain, the ranks of a node cannot
-            share memory, only some ranks have a GPU, PyTorch has no NCCL for several nodes, an option breaks its rule,
-            or a damaged file of `cute-ep tune`.
+            share memory, only some ranks have a GPU, PyTorch has no NCCL for several nodes or `transport` no library,
+            an option breaks its rule, or a damaged file of `cute-ep tune`.
         VariantMissing: a kernel is not in the library.
         EPError: another rank could not connect, did not come within the process group's timeout, ended, or took more
             than half an hour from then on; says which and why. Meanwhile the logger `cute_ep` warns of a long wait.
     """
-    return connect_checked(lambda: None, cfg, group, sms=sms, library=library, hooks=hooks, tuning=tuning)
+    options = {"sms": sms, "library": library, "hooks": hooks, "tuning": tuning, "transport": transport}
+    return connect_checked(lambda: None, cfg, group, **options)
 
 
 def connect_checked(
@@ -214,23 +219,24 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
     """`connect_checked` of ranks that have met."""
     rank, world = meeting.rank, meeting.size
 
-    def look_around() -> tuple[Place, tuple[torch.device, _Share] | None]:
+    def look_around() -> tuple[Place, str, tuple[torch.device, _Share] | None]:
         check_config(cfg)
         check()
         options.check()
+        transport = chosen_transport(cfg, options.transport)
         if world != cfg.world_size:
             raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
         if not torch.cuda.device_count():
             options.check_reference()
-            return Place.of(cfg, None), None
+            return Place.of(cfg, None), transport, None
         node, sms = _on_gpus(cfg, options.hooks), options.sms
         device = torch.device("cuda", torch.cuda.current_device())
         if cfg.nodes > 1:
-            NcclLibrary.loaded()
+            check_transport(transport)
             sms = sms_over_nodes(device, sms)
         most = _max_ctas(device, sms, 1)
         found = options.tuning or find_tuning(node, torch.cuda.get_device_name(device), node.world_size, most)
-        return Place.of(cfg, device), (device, _Share(most, found))
+        return Place.of(cfg, device), transport, (device, _Share(most, found))
 
     def prepare() -> tuple[RankParts, ExitStack]:
         with ExitStack() as undo:
@@ -272,14 +278,18 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
             communicator.free()
             own.close()
 
-    (_, gpu), places = meeting.on_all_ranks(look_around, lambda found: found[0], doing="look at its device")
+    (_, transport, gpu), said = meeting.on_all_ranks(look_around, lambda found: found[:2], doing="look at its device")
+    places, transports = zip(*said, strict=True)
     check_places(rank, places)
+    check_same_transport(transports)
     patience = max(2 * cfg.timeout_s, LEAST_PATIENCE_S)
     if gpu is None:
         return connect_processes(cfg, rank, meeting.on_all_ranks)
     device, share = gpu
     node, place = (cfg, rank) if cfg.nodes == 1 else (node_config(cfg), cfg.place(rank)[0])
-    first, rail = rank - place, None
+    first = rank - place
+    rail: Rail | None = None
+    join = join_rail if transport == NCCL else join_shmem
     ranks = [rank] if cfg.skip_a2a else list(range(first, first + node.peers))
     peers = [peer for peer in ranks if peer != rank]
     with closing(choose(meeting, len(ranks), [one.machine for one in places], device)) as sharing:
@@ -303,7 +313,7 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
                 )
                 try:
                     if cfg.nodes > 1:
-                        rail = join_rail(cfg, communicator, Library(options.library), meeting)
+                        rail = join(cfg, communicator, Library(options.library), meeting)
                 except Exception:
                     communicator.free()
                     raise
@@ -327,6 +337,7 @@ class _Options:
     library: Path | str | None = None
     hooks: Hooks = NO_HOOKS
     tuning: Tuning | None = None
+    transport: str | None = None
 
     def check(self) -> None:
         """EPConfigError for what is wrong on any device."""

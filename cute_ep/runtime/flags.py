@@ -55,21 +55,26 @@ def find_behind(cfg: EPConfig, rank: int, content: bytes) -> Flags:
     return Flags(rank, completed, tuple(_Reader(cfg, rank, words, completed).behind()))
 
 
-def over_nodes(cfg: EPConfig, rank: int, node: Flags, words: Sequence[int]) -> Flags:
+def over_nodes(cfg: EPConfig, rank: int, node: Flags, words: Sequence[int], second: Sequence[int] = ()) -> Flags:
     """The flags of a rank over nodes: those of its node, and those of its mail.
 
     Args:
         node: of the own node's communicator, whose ranks count from 0.
         words: the 64-bit words of the rank's mail, up to the payload.
+        second: those that count the sums that land second, where `words` count only the first.
     """
     completed = dict(node.completed)
     behind = [replace(flag, peer=rank - node.rank + flag.peer) for flag in node.behind]
-    for channel, (_, mails, _) in MAILED.items():
-        sent, received = _mail_rounds(cfg, channel, words)
-        completed |= {f"{mails} sent": sent, f"{mails} received": received}
+    counted = [(int(channel), channel, words) for channel in Channel]
+    counted += [(len(Channel), Channel.SUMS, second)] if second else []
+    for number, channel, some in counted:
+        what = MAILED[channel][1]
+        for mails, count in zip((f"{what} sent", f"{what} received"), _mail_rounds(cfg, channel, some), strict=True):
+            completed[mails] = completed.get(mails, 0) + count
         for other in range(cfg.nodes):
             if other != cfg.node(rank):
-                behind += _mail_behind(cfg, channel, other, other * cfg.peers + node.rank, words)
+                peer = other * cfg.peers + node.rank
+                behind += _mail_behind(cfg, channel, (number, other), peer, some)
     return Flags(rank, completed, tuple(behind))
 
 
@@ -81,19 +86,24 @@ def _mail_rounds(cfg: EPConfig, channel: Channel, words: Sequence[int]) -> tuple
     return sent, received
 
 
-def _mail_behind(cfg: EPConfig, channel: Channel, other: int, peer: int, words: Sequence[int]) -> Iterator[Flag]:
-    """The words of a channel that `peer`, the rank of node `other`, has not stored. Neighbouring pieces of which the
-    same round came last are one flag."""
+def _mail_behind(
+    cfg: EPConfig, channel: Channel, place: tuple[int, int], peer: int, words: Sequence[int]
+) -> Iterator[Flag]:
+    """The words of a channel that `peer` has not stored, or of its second landing, which not every round uses.
+    `place`: the number of what is counted, and the node of `peer`. Neighbouring pieces of which the same round came
+    last are one flag."""
     operation, _, landings = MAILED[channel]
     sent, received = _mail_rounds(cfg, channel, words)
-    place = int(channel), other
-    seen = words[cfg.mail.free.at(*place) // LL_BYTES]
+    number, other = place
+    seen = words[cfg.mail.free.at(channel, other) // LL_BYTES]
     if seen <= sent - landings:
         yield Flag("free", place, 1, operation, sent + 1, peer, seen, sent + 1 - landings)
+    if number not in set(Channel) and sent == received:
+        return
     pieces = [int(Piece.ROUTES)]
     if channel == Channel.FRAMES:
         pieces = [int(piece) for piece in Piece if piece != Piece.SCALES or cfg.mail.scale_bytes]
-    arrived = {piece: words[cfg.mail.arrived.at(*place, piece) // LL_BYTES] for piece in pieces}
+    arrived = {piece: words[cfg.mail.arrived.at(channel, other, piece) // LL_BYTES] for piece in pieces}
     for seen, late in groupby(pieces, arrived.__getitem__):
         first, *more = late
         if seen <= received:

@@ -28,11 +28,11 @@ def sm_budget(device: str | torch.device, sms: int | None) -> int:
 
 
 def sms_over_nodes(device: torch.device, sms: int | None) -> int:
-    """`sms`, which leave FREE_SMS to NCCL's exchanges between nodes, or as many as do; EPConfigError for more."""
+    """`sms`, which leave FREE_SMS to exchanges between nodes, or as many as do; EPConfigError for more."""
     have = sm_budget(device, None)
     if sms is not None and have - FREE_SMS < sms <= have:
         raise EPConfigError(
-            f"sms = {sms}: must be at most {have - FREE_SMS} over nodes, which leaves {FREE_SMS} of {have} SMs to NCCL"
+            f"sms = {sms}: must be at most {have - FREE_SMS} over nodes, which leaves {FREE_SMS} of {have} SMs free"
         )
     return sm_budget(device, max(1, have - FREE_SMS) if sms is None else sms)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -32,12 +33,11 @@ from cute_ep.runtime.status import Status
 class _Bytes:
     """Device memory as an array of bytes, which torch makes a tensor of."""
 
-    def __init__(self, memory: DeviceMemory, nbytes: int) -> None:
-        self.memory = memory
+    def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (memory.address, False),
+            "data": (address, False),
             "version": 3,
         }
 
@@ -59,9 +59,8 @@ def join_nodes(
     rails: list[list[RankMail]] = [[] for _ in range(cfg.peers)]
     made: list[EPCommunicator] = []
     for rank, node in enumerate(ranks):
-        status = _rail_status(cfg, rank, undo)
-        parts = _mail_parts(cfg, node, status, library, undo)
-        mail = RankMail(parts, PeerStores())
+        status = rail_status(cfg, rank, undo)
+        mail = RankMail(_parts_of_its_own(cfg, node, status, library, undo), PeerStores())
         rails[cfg.place(rank)[0]].append(mail)
         made.append(NodesCommunicator(node, mail, status, release=release))
     for rail_mails in rails:
@@ -72,9 +71,23 @@ def join_nodes(
     return made
 
 
+class Rail(Protocol):
+    """A rank's part of its rail."""
+
+    @property
+    def mail(self) -> RankMail: ...
+
+    @property
+    def status(self) -> Status: ...
+
+    def leave(self, patience: float, *, abort: bool) -> None:
+        """End it, after all work of all ranks has ended; `abort`: without the others, which may still run. Memory that
+        is still in use stays."""
+
+
 @dataclass(frozen=True)
-class Rail:
-    """A rank's part of its rail over NCCL.
+class _OverNccl:
+    """A `Rail`.
 
     Attributes:
         memory: gives back the mail's memory and kernels.
@@ -87,8 +100,7 @@ class Rail:
     watch: Watch
 
     def leave(self, patience: float, *, abort: bool) -> None:
-        """End it, after all work of all ranks has ended; `abort`: without the others, which may still run. Memory that
-        NCCL may still use stays."""
+        """As of `Rail`."""
         self.watch.stop()
         if abort:
             self.engine.give_up()
@@ -97,7 +109,7 @@ class Rail:
 
 
 def join_rail(cfg: EPConfig, node: Communicator, library: Library, meeting: Meeting) -> Rail:
-    """This process's part of its rail; collective over the ranks of the meeting.
+    """This process's part of its rail over NCCL; collective over the ranks of the meeting.
 
     Args:
         node: the communicator of the own node.
@@ -105,15 +117,15 @@ def join_rail(cfg: EPConfig, node: Communicator, library: Library, meeting: Meet
     rank, nccl = meeting.rank, NcclLibrary.loaded()
     peer, number = cfg.place(rank)[0], cfg.node(rank)
 
-    def prepare() -> tuple[Rail, list[bytes]]:
+    def prepare() -> tuple[_OverNccl, list[bytes]]:
         with ExitStack() as undo:
-            status = _rail_status(cfg, rank, undo)
-            parts = _mail_parts(cfg, node, status, library, undo)
+            status = rail_status(cfg, rank, undo)
+            parts = _parts_of_its_own(cfg, node, status, library, undo)
             engine = NcclRail(nccl, node.device, parts.abort)
             mail, ids = RankMail(parts, engine), [nccl.unique_id() for _ in Channel] if number == 0 else []
             failed = partial(has_failed, mail, status, node)
             watch = Watch(engine, status, meeting, failed=failed, timeout_s=cfg.timeout_s)
-            return Rail(mail, status, engine, undo.pop_all(), watch), ids
+            return _OverNccl(mail, status, engine, undo.pop_all(), watch), ids
 
     def start() -> None:
         """What NCCL has done before a failure stays as it is, and so does the memory."""
@@ -138,7 +150,7 @@ def has_failed(mail: RankMail, status: Status, node: Communicator) -> bool:
     return mail.interrupted or status.failed or node.failed
 
 
-def _rail_status(cfg: EPConfig, rank: int, undo: ExitStack) -> Status:
+def rail_status(cfg: EPConfig, rank: int, undo: ExitStack) -> Status:
     """A rank's records, one for each rank of its rail."""
     peer, _ = cfg.place(rank)
     status = Status(rank, tuple(range(peer, cfg.world_size, cfg.peers)))
@@ -146,9 +158,9 @@ def _rail_status(cfg: EPConfig, rank: int, undo: ExitStack) -> Status:
     return status
 
 
-def _mail_parts(cfg: EPConfig, node: Communicator, status: Status, library: Library, undo: ExitStack) -> MailParts:
-    """What a rank's mail is made of."""
-    device, arch = node.device, architecture(node.device)
+def mail_kernels(cfg: EPConfig, device: torch.device, library: Library, undo: ExitStack) -> dict[str, Kernel]:
+    """What runs around exchanges."""
+    arch = architecture(device)
     entries = {name: library.find(name, arch, None) for name in MAIL_KERNELS}
     kernels: dict[str, Kernel] = {}
     undo.callback(unload_kernels, kernels, device)
@@ -156,9 +168,23 @@ def _mail_parts(cfg: EPConfig, node: Communicator, status: Status, library: Libr
         kernels |= {name: Kernel(entry) for name, entry in entries.items()}
     if cfg.format.scale:  # a load in the first call could wait for a kernel that waits for a rank
         local_kernel(device.index, QUANTIZE_KERNEL, cfg.dispatch_format, None)
-    layout = cfg.mail
-    memory = DeviceMemory(device, layout.allocation)
-    undo.callback(memory.free)
-    view = torch.as_tensor(_Bytes(memory, layout.nbytes), device=device)
+    return kernels
+
+
+def mail_parts(
+    cfg: EPConfig, node: Communicator, status: Status, kernels: dict[str, Kernel], memory: tuple[int, int]
+) -> MailParts:
+    """What a rank's mail is made of. `memory`: its address, and how many bytes."""
+    view = torch.as_tensor(_Bytes(*memory), device=node.device)
     abort = node.arena.address + int(node.cfg.arena.state.at(int(StateWord.ABORT)))
     return MailParts(cfg, status.rank, view, kernels, status.address, abort, node.max_ctas)
+
+
+def _parts_of_its_own(
+    cfg: EPConfig, node: Communicator, status: Status, library: Library, undo: ExitStack
+) -> MailParts:
+    """In memory of the device's."""
+    kernels = mail_kernels(cfg, node.device, library, undo)
+    memory = DeviceMemory(node.device, cfg.mail.allocation)
+    undo.callback(memory.free)
+    return mail_parts(cfg, node, status, kernels, (memory.address, cfg.mail.nbytes))

@@ -30,6 +30,7 @@ from cute_ep.layouts.maps.mail_arguments import (
     UnpackFramesArgs,
 )
 from cute_ep.layouts.maps.parameters import Fields, numbers
+from cute_ep.layouts.maps.record import Region
 from cute_ep.layouts.maps.routing import OutputType
 from cute_ep.runtime.arguments import address, ids_record, row_vectors
 from cute_ep.runtime.driver import Kernel
@@ -42,21 +43,25 @@ ENTRIES_OF_CTA = 2048
 """Entries of a frame for which a further CTA is worth its launch."""
 FOREVER = 1 << 62
 """A round that never comes."""
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Frames of all nodes as one dispatch's tokens: views of the mail, and copies of the routes.
+    """Frames of all nodes as one dispatch's tokens: views of the mail or copies, and copies of the routes.
 
     Attributes:
         rows: [nodes * F] rows in the dispatch format.
         topk_ids: [nodes * F, top_k] int32, of the own node's experts from 0 on, else -1.
         router_weights: [nodes * F, top_k] float32.
+        copies: regions of the mail in which frames are not one behind the other, with the bytes of `rows` that are
+            copies of theirs.
     """
 
     rows: QuantizedRows
     topk_ids: torch.Tensor
     router_weights: torch.Tensor
+    copies: tuple[tuple[Region, torch.Tensor], ...]
 
 
 class SumsOf(NamedTuple):
@@ -83,6 +88,8 @@ class MailParts:
         status: address of host-visible records, one a node and one each of INPUT_ERRORS.
         abort: address of the abort word of the rank's arena.
         max_ctas: CTAs of one launch at most.
+        second: bytes from the map to words like its own, which count the sums that land second; 0: all sums are counted
+            together.
     """
 
     cfg: EPConfig
@@ -92,6 +99,7 @@ class MailParts:
     status: int
     abort: int
     max_ctas: int
+    second: int = 0
 
 
 class RankMail:
@@ -106,7 +114,7 @@ class RankMail:
         self.node, self.memory = parts.cfg.node(parts.rank), parts.memory
         self.base = parts.memory.data_ptr()
         self._first_expert = self.node * parts.cfg.peers * parts.cfg.local_experts
-        self._sums_sent = 0
+        self._landings = set(range(PARITIES))  # where no sums are that were sent and not received
 
     def introduce(self, mails: Sequence[int]) -> None:
         """Tell the kernels where the map of each node's rank is, as mapped here, or the memory that stands for it."""
@@ -118,9 +126,20 @@ class RankMail:
         for region in (self.map.arrived, self.map.free):
             self._view(region.at(), int(region.nbytes), torch.int64).fill_(FOREVER)
 
-    def words(self) -> list[int]:
+    def count_landings_apart(self) -> None:
+        """Let the sums of each landing wait for the ones before them there. Kernels wait for those two before, so
+        nothing counts as one that was not read."""
+        for begin in (0, self.parts.second):
+            at = begin + self.map.free.at(Channel.SUMS)
+            self._view(at, LL_BYTES * self.cfg.nodes, torch.int64).fill_(1 - PARITIES)
+
+    def words_at(self, landing: int) -> int:
+        """Address of the map, or of the words that stand for its own where they count what lands there."""
+        return self.base + landing * self.parts.second
+
+    def words(self, landing: int = 0) -> list[int]:
         """What the map has before its payload, as it is now: waits for nothing."""
-        words = self._view(0, self.map.payload.at(), torch.int64)
+        words = self._view(landing * self.parts.second, self.map.payload.at(), torch.int64)
         if not words.is_cuda:
             return host_list(words)
         stream = take_stream(words.device)
@@ -133,20 +152,28 @@ class RankMail:
     # ---- frames
 
     def empty_frame(self, frame: int, ids: torch.Tensor) -> Frame:
-        """Memory for what `unpack` fills: views of the mail, and copies of the routes, in `ids` [>= nodes * F, top_k]
-        int32 and in new tensors."""
+        """Memory for what `unpack` fills: views of the mail where frames are one behind the other in it, else copies;
+        and copies of the routes, in `ids` [>= nodes * F, top_k] int32 and in new tensors."""
         cfg, at, count = self.cfg, self.map, self.cfg.nodes * frame
-        fmt, device = cfg.format, self.memory.device
-        payload = self._view(at.payload.at(), count * at.payload_bytes, payload_dtype(fmt))
+        fmt, device, apart = cfg.format, self.memory.device, self._pitch(frame) != frame
         scales = row_scales = None
+        regions = [region for region in (at.payload, at.scales) if region.shape[-1]]
+        parts = [
+            torch.empty(count * region.shape[-1], dtype=torch.uint8, device=device)
+            if apart
+            else self._view(region.at(), count * region.shape[-1], torch.uint8)
+            for region in regions
+        ]
+        payload = parts[0].view(payload_dtype(fmt)).view(count, payload_columns(fmt, cfg.hidden))
         if at.scale_bytes:
-            scales = self._view(at.scales.at(), count * at.scale_bytes, scale_dtype(fmt)).view(count, -1)
+            scales = parts[1].view(scale_dtype(fmt)).view(count, -1)
         if fmt.row_scale:
             row_scales = torch.empty(count, dtype=torch.bfloat16, device=device)
         return Frame(
-            QuantizedRows(payload.view(count, payload_columns(fmt, cfg.hidden)), scales, row_scales),
+            QuantizedRows(payload, scales, row_scales),
             ids[:count],
             torch.empty(count, cfg.top_k, dtype=torch.float32, device=device),
+            tuple(zip(regions, parts, strict=True)) if apart else (),
         )
 
     def send_frame(
@@ -154,7 +181,8 @@ class RankMail:
     ) -> None:
         """Pack this rank's tokens, put them, and wait for those of the other nodes' ranks."""
         cfg, at, routes = self.cfg, self.map, self._routes(frame)
-        tokens, puts = topk_ids.shape[0], self.frame_puts(frame)
+        tokens = topk_ids.shape[0]
+        puts = self.frame_puts(frame, tokens)
         begins = {one.piece: self.base + one.source for one in puts}
         self._launch(
             "pack_frame",
@@ -186,16 +214,32 @@ class RankMail:
         awaited = AwaitMailArgs(self._group(Channel.FRAMES), words_of(puts), headers, at.routes.stride[0], 0, frame)
         self._launch("await_frames", awaited, 1)
 
-    def frame_puts(self, frame: int) -> list[Put]:
-        """What travels of this rank's frame."""
-        return [
-            Put(piece, begin + self.node * step, 0, begin + self.node * step, step, nbytes)
-            for piece, begin, step, nbytes in self.map.pieces(frame, self._routes(frame))
-        ]
+    def frame_puts(self, frame: int, tokens: int) -> list[Put]:
+        """What travels of this rank's frame with so many tokens. Whole frames where the receiver has to know how many
+        bytes come, else the rows of tokens: those behind them have no ids."""
+        pitch, found, rows = self._pitch(frame), [], tokens if self._heedless else frame
+        for piece, begin, step, nbytes in self.map.pieces(pitch, self._routes(frame)):
+            at, some = begin + self.node * step, nbytes if piece == Piece.ROUTES else nbytes // pitch * rows
+            found.append(Put(piece, at, 0, at, step, some))
+        return found
+
+    @property
+    def _heedless(self) -> bool:
+        """Whether puts come whatever kernels have found, also after a failure, when a peer may read a frame of another
+        length. They change nothing there only if frames of all lengths are at the same place."""
+        return self.engine.queued and self.engine.one_sided
+
+    def _pitch(self, frame: int) -> int:
+        """Rows from one node's frame to the next one's."""
+        return self.cfg.max_tokens_per_rank if self._heedless else frame
 
     def unpack(self, into: Frame, frame: int) -> None:
         """Fill what `empty_frame` made: the frames that have come, until they are freed."""
         cfg, at, routes = self.cfg, self.map, self._routes(frame)
+        for region, part in into.copies:
+            whole = self._view(region.at(), int(region.nbytes), torch.uint8).view(*region.shape)[:, :frame]
+            word = next(one for one in WORDS if region.shape[-1] % one.itemsize == 0)
+            part.view(word).view(cfg.nodes, frame, -1).copy_(whole.view(word))
         self._launch(
             "unpack_frames",
             UnpackFramesArgs(
@@ -219,16 +263,17 @@ class RankMail:
 
     def send_sums(self, sums: torch.Tensor, of: SumsOf) -> int:
         """Pack the own node's [nodes * F, hidden] sums, and put each node's. Returns their landing, for `add_sums`."""
-        landing = self._sums_sent % PARITIES if self.engine.queued else 0
+        landing = min(self._landings) if self.engine.queued else 0
         put = self.sums_put(of.frame, landing)
         self._pack_sums(sums, put, of, self.cfg.hidden)
         self._put_sums(put, of)
-        self._sums_sent += 1
+        if self.engine.queued:
+            self._landings.remove(landing)
         return landing
 
     def _pack_sums(self, sums: torch.Tensor, put: Put, of: SumsOf, columns: int) -> None:
         """Copy [nodes * F, columns] to where a put takes them from."""
-        group, out = self._group(Channel.SUMS, of.batch), self.base + put.source
+        group, out = self._group(Channel.SUMS, of.batch, put.landing), self.base + put.source
         args = PackSumsArgs(group, sums.data_ptr(), out, put.step, put.source_turn, of.frame, columns // 8)
         self._launch("pack_sums", args, -(-of.frame // WARPS))
 
@@ -240,22 +285,21 @@ class RankMail:
     def sums_put(self, frame: int, landing: int) -> Put:
         """What travels of the sums that this rank's node has made. `landing`: the first one."""
         source, to, nbytes = self.map.sent_sums, self.map.sums, sums_bytes(frame, self.cfg.hidden)
-        turns = [0 if self.engine.queued else region.stride[0] for region in (source, to)]
-        return Put(
-            Piece.ROUTES, source.at(landing), source.stride[1], to.at(landing, self.node), to.stride[1], nbytes, *turns
-        )
+        source_turn, to_turn = (0 if self.engine.queued else region.stride[0] for region in (source, to))
+        places = source.at(landing), source.stride[1], to.at(landing, self.node), to.stride[1]
+        return Put(Piece.ROUTES, *places, nbytes, source_turn, to_turn, landing)
 
     def add_sums(self, own: torch.Tensor, out: torch.Tensor, out_type: OutputType, of: SumsOf, landing: int) -> None:
         """Wait for the other nodes' sums of the oldest round that was not received, write all nodes' sum into `out`
         [T, hidden], and free them. `own`: [T, hidden] of the own node; `landing`: what `send_sums` returned."""
         put, tokens = self.sums_put(of.frame, landing), out.shape[0]
         headers, turn, pitch = self.base + self.map.sums.at(landing), put.to_turn, put.to_step
-        self._await_sums(of, headers, pitch, turn)
+        self._await_sums(of, headers, pitch, turn, landing)
         slices = slices_log2(tokens, 2 * self.cfg.hidden, self.parts.max_ctas * WARPS) if tokens else 0
         self._launch(
             "sum_nodes",
             SumNodesArgs(
-                group=self._group(Channel.SUMS),
+                group=self._group(Channel.SUMS, landing=landing),
                 own=own.data_ptr(),
                 landed=headers + HEADER_BYTES,
                 pitch=pitch,
@@ -268,9 +312,10 @@ class RankMail:
             ),
             -(-(tokens << slices) // WARPS),
         )
-        self.free(Channel.SUMS)
+        self.free(Channel.SUMS, landing)
+        self._landings.add(landing)
 
-    # ---- rows of entries, by an engine that is queued
+    # ---- rows of entries, by an engine that brings more than sums
 
     def send_entries(self, rows: torch.Tensor, of: SumsOf) -> torch.Tensor:
         """Pack the own node's [nodes * F, top_k, hidden] bfloat16 rows, and put each node's. Returns new memory, where
@@ -293,13 +338,13 @@ class RankMail:
         self.free(Channel.SUMS)
         return landing[:, HEADER_BYTES:].view(torch.bfloat16).view(cfg.nodes, of.frame, cfg.top_k, cfg.hidden)
 
-    def _await_sums(self, of: SumsOf, headers: int, pitch: int, turn: int) -> None:
-        group = self._group(Channel.SUMS, of.batch, tells=of.at_once)
+    def _await_sums(self, of: SumsOf, headers: int, pitch: int, turn: int, landing: int = 0) -> None:
+        group = self._group(Channel.SUMS, of.batch, landing, tells=of.at_once)
         self._launch("await_sums", AwaitMailArgs(group, 1 << Piece.ROUTES, headers, pitch, turn, of.frame), 1)
 
-    def free(self, channel: Channel) -> None:
-        """Tell the other nodes' ranks that this rank has read what came, once it has."""
-        self.engine.free(self, channel)
+    def free(self, channel: Channel, landing: int = 0) -> None:
+        """Tell the other nodes' ranks that this rank has read what came there, once it has."""
+        self.engine.free(self, channel, landing)
 
     def signal(self, channel: Channel, word: int, words: int, count: RoundWord) -> None:
         """Store how many rounds there are in words of the other nodes' ranks, the first of which is `word` bytes into
@@ -325,18 +370,18 @@ class RankMail:
     def _view(self, begin: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         return self.memory[begin : begin + nbytes].view(dtype)
 
-    def _group(self, channel: Channel, batch: int = 0, *, tells: bool = True) -> MailGroup:
+    def _group(self, channel: Channel, batch: int = 0, landing: int = 0, *, tells: bool = True) -> MailGroup:
         """`tells`: whether the launch tells the host how far the channel is."""
-        at, parts = self.map, self.parts
+        at, parts, words = self.map, self.parts, self.words_at(landing)
         return MailGroup(
             status=parts.status,
             abort=parts.abort,
             timeout_ns=int(self.cfg.timeout_s * 1e9),
             node=self.node,
             nodes=self.cfg.nodes,
-            rounds=self.base + at.rounds.at(channel),
-            arrived=self.base + at.arrived.at(channel),
-            free=self.base + at.free.at(channel),
+            rounds=words + at.rounds.at(channel),
+            arrived=words + at.arrived.at(channel),
+            free=words + at.free.at(channel),
             progress=self.engine.progress(channel) if tells else 0,
             batch=batch,
         )

@@ -203,8 +203,9 @@ class NodesCommunicator(EPCommunicator):
 
     def _check_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> None:
         """EPInputError unless a combine over nodes can return these rows of this batch."""
-        if mode != "partial" and not self.mail.engine.queued:
-            raise EPInputError(f"mode = {mode!r}: must be 'partial' over {self.cfg.nodes} nodes in one process")
+        why = self.mail.engine.only_sums
+        if mode != "partial" and why:
+            raise EPInputError(f"mode = {mode!r}: must be 'partial' over {self.cfg.nodes} nodes {why}")
         stamp = dispatched.stamp
         if stamp is not None and dispatched.topk_ids is not stamp.topk_ids:
             raise EPInputError("dispatched.topk_ids: must be those of dispatch over nodes, whose other ranks know them")
@@ -352,7 +353,8 @@ class NodesCommunicator(EPCommunicator):
 
     def flags(self) -> Flags:
         self._check_open()
-        return over_nodes(self.cfg, self.rank, self.node.flags(), self.mail.words())
+        second = self.mail.words(1) if self.mail.parts.second else ()
+        return over_nodes(self.cfg, self.rank, self.node.flags(), self.mail.words(), second)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -85,6 +85,7 @@ def test_info_shows_devices_memory_and_who_reaches_whom(
     monkeypatch.setattr(nvlink, "clique_of", lambda device: "ab.1" if device.index else None)
     refused = {symmetric.Kind.FABRIC: "CUDA driver: NOT_PERMITTED"}
     monkeypatch.setattr(symmetric, "refusal", lambda kind, device: None if device.index else refused.get(kind))
+    monkeypatch.setattr(machine, "nvshmem_found", lambda: ("3.4.5", "/lib/one.so"))
     assert main(["info", "--library", str(tmp_path), "--json", str(tmp_path / "info.json")]) == 0
     out = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│ cuda:" in line]
@@ -96,7 +97,7 @@ def test_info_shows_devices_memory_and_who_reaches_whom(
         ["cuda:0", "-", "yes NV18"],
         ["cuda:1", "no NV6", "-"],
     ]
-    assert "driver 580.1" in out and "NCCL 2.28.9" in out
+    assert "driver 580.1" in out and "NCCL 2.28.9" in out and "NVSHMEM 3.4.5 (/lib/one.so)" in " ".join(out.split())
     written = json.loads((tmp_path / "info.json").read_text())
     assert written["machine"]["gpus"] == {"cuda:0": "NVIDIA H200", "cuda:1": "NVIDIA H200"}
     assert written["peer_access"] == [[None, True], [False, None]] and written["links"][1] == ["NV6", "X"]

@@ -1,5 +1,5 @@
-"""One rank of several nodes, whose mail NCCL carries: `python -m torch.distributed.run --nproc-per-node N -m
-tests.gpu.nodes_worker RANKS_PER_NODE [tcp]`. With tcp each process is a host of its own to NCCL, which then takes TCP.
+"""One rank of several nodes: `python -m torch.distributed.run --nproc-per-node N -m tests.gpu.nodes_worker
+RANKS_PER_NODE [nccl|tcp|nvshmem]`. With tcp each process is a host of its own to NCCL, which then takes TCP.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPTimeout
+from cute_ep.api.errors import EPConfigError, EPTimeout
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.runtime.connection import connect
 from cute_ep.testing.compare import assert_bits
@@ -30,7 +31,9 @@ from .conftest import LIBRARY
 MOST = 37
 FRAMES = (None, MOST, MOST + 3)
 TIMEOUT_S = 3.0
-MODES = ("partial", "exact", "unweighted")
+MODES = ["partial", "exact", "unweighted"]
+OPTIONS: dict[str, object] = {"library": LIBRARY}
+"""Of `connect`."""
 SMS_OF_A_STREAM = 48
 """Twice as many, and NCCL's of both channels, fit a GPU together."""
 HANGS_S = 120
@@ -79,9 +82,14 @@ def config(ranks_per_node: int, **changes: object) -> EPConfig:
     return EPConfig(**(given | changes), world_size=world, ranks_per_node=ranks_per_node)  # type: ignore[arg-type]
 
 
+def open_rank(cfg: EPConfig, group: dist.ProcessGroup | None = None, **options: object) -> EPCommunicator:
+    given = OPTIONS | options | ({} if cfg.nodes > 1 else {"transport": None})
+    return connect(cfg, group, **given)  # type: ignore[arg-type]
+
+
 def check_rounds(ranks_per_node: int) -> None:
     for fmt in ("bf16", "fp8", "mxfp6_e2m3", "nvfp4_row"):
-        with connect(config(ranks_per_node, dispatch_format=fmt), library=LIBRARY) as ep:
+        with open_rank(config(ranks_per_node, dispatch_format=fmt)) as ep:
             for number in range(6):
                 if number == 3 and ep.rank == 0:
                     time.sleep(0.3)
@@ -91,7 +99,7 @@ def check_rounds(ranks_per_node: int) -> None:
 def check_unsynchronised(ranks_per_node: int) -> None:
     """Many rounds one after the other, two dispatches and two combines outstanding, the former received on another
     stream; each output is compared on the device."""
-    with connect(config(ranks_per_node), library=LIBRARY) as ep:
+    with open_rank(config(ranks_per_node)) as ep:
         rounds = [Round(ep, number) for number in range(6)]
         wrong, other = torch.zeros((), dtype=torch.int64, device=ep.device), torch.cuda.Stream()
         torch.cuda.synchronize()
@@ -123,7 +131,7 @@ class Replayed:
         for one in self.rounds:  # first use of everything
             one.run(ep, split=False)
         self.buffers = [poisoned_buffers(ep, int(one.want[ep.rank].num_rows)) for one in self.rounds]
-        self.modes = ["exact" if number == 1 else "partial" for number in range(calls)]
+        self.modes = ["exact" if number == 1 and "exact" in MODES else "partial" for number in range(calls)]
         self.sums = [one.home[mode] for one, mode in zip(self.rounds, self.modes, strict=True)]
         self.home = [torch.empty_like(one) for one in self.sums]
         self.graph = torch.cuda.CUDAGraph()
@@ -150,7 +158,7 @@ class Replayed:
 
 def check_graphs(ranks_per_node: int) -> None:
     for calls in (1, 2, 3):
-        with connect(config(ranks_per_node), library=LIBRARY) as ep:
+        with open_rank(config(ranks_per_node)) as ep:
             replayed = Replayed(ep, calls)
             for turn in range(10):
                 replayed.check(turn)
@@ -161,7 +169,7 @@ def check_streams_in_other_orders(ranks_per_node: int) -> None:
     """A dispatch waits, in its exchange and with all its CTAs, while the sums of another stream are exchanged: the last
     rank gives its part of the sums first, and only then its tokens."""
     cfg = config(ranks_per_node, hidden=7168, max_tokens_per_rank=2048)
-    with connect(cfg, library=LIBRARY, sms=SMS_OF_A_STREAM) as ep:
+    with open_rank(cfg, sms=SMS_OF_A_STREAM) as ep:
         one = Round(ep, 1, most=2048)
         batch = ep.dispatch(**one.given)
         ep.synchronize()
@@ -191,7 +199,7 @@ def check_late(ranks_per_node: int) -> None:
     """The last rank does not dispatch: the ranks of its rail name it, others name who waits for it."""
     cfg = config(ranks_per_node, timeout_s=TIMEOUT_S)
     last = cfg.world_size - 1
-    ep = connect(cfg, library=LIBRARY)
+    ep = open_rank(cfg)
     if ep.rank != last:
         one = Round(ep, 0)
         began = time.monotonic()
@@ -211,10 +219,10 @@ def check_late(ranks_per_node: int) -> None:
 
 def check_ended(ranks_per_node: int, survivors: dist.ProcessGroup) -> None:
     """The last rank's process ends while the others have ten replays queued and the graph alive. They hear of it,
-    close, and connect without it."""
+    close, and connect without it; over nodes not by NVSHMEM, which does not end without that rank."""
     cfg = config(ranks_per_node, timeout_s=TIMEOUT_S)
     last = cfg.world_size - 1
-    ep = connect(cfg, library=LIBRARY)
+    ep = open_rank(cfg)
     replayed = Replayed(ep, 1)
     replayed.check(0)
     dist.barrier()
@@ -238,8 +246,19 @@ def check_ended(ranks_per_node: int, survivors: dist.ProcessGroup) -> None:
         assert str(last) in str(error), error
     one = EPConfig(1152, 12, 4, MOST + 11, cfg.world_size - 1, timeout_s=20)
     if 12 % one.world_size == 0:
-        with connect(one, survivors, library=LIBRARY) as again:
+        if "transport" in OPTIONS and one.world_size > 1:
+            check_refused(replace(one, ranks_per_node=1), survivors, f"is PE 0 of {cfg.world_size}: must be PE 0 of")
+        with open_rank(one, survivors) as again:
             Round(again, 1).run(again, split=False)
+
+
+def check_refused(cfg: EPConfig, group: dist.ProcessGroup, why: str) -> None:
+    try:
+        open_rank(cfg, group)
+    except EPConfigError as error:
+        assert why in str(error), error
+    else:
+        raise AssertionError(f"connected, though NVSHMEM {why} another number")
 
 
 def say() -> None:
@@ -255,14 +274,17 @@ def take_tcp() -> Path:
     return log
 
 
-def main(ranks_per_node: int, network: str = "") -> None:
+def main(ranks_per_node: int, network: str = "nccl") -> None:
+    if network == "nvshmem":
+        OPTIONS["transport"] = network
+        del MODES[1:]
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # NCCL's and ours are more streams than 8 queues
     dist.init_process_group("gloo")
     torch.cuda.set_device(dist.get_rank())
     survivors = dist.new_group(range(dist.get_world_size() - 1))
-    log = take_tcp() if network else None
+    log = take_tcp() if network == "tcp" else None
     checks = [check_rounds, check_unsynchronised, check_graphs]
-    checks += [] if network else [check_streams_in_other_orders, check_late]
+    checks += [] if log is not None else [check_streams_in_other_orders, check_late]
     for check in checks:
         began = time.monotonic()
         sys.stdout.write(f"rank {dist.get_rank()}: {check.__name__}\n")

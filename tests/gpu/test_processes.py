@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from cute_ep.api.errors import EPConfigError
+from cute_ep.runtime.rails.shmem_library import ShmemLibrary
 from cute_ep.runtime.symmetric import Kind, refusal
 from tests.integrations import vllm_engine
 from tests.integrations.vllm_worker import missing
@@ -61,12 +63,22 @@ def test_nccl_kernels_of_another_stream_end_beside_a_call_that_waits() -> None:
     assert said.count(" ok") == RANKS
 
 
+def has_nvshmem() -> bool:
+    try:
+        ShmemLibrary.load()
+    except EPConfigError:
+        return False
+    return True
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes one rank a GPU")
-@pytest.mark.parametrize("network", ["", "tcp"], ids=["nvlink", "tcp"])
+@pytest.mark.parametrize("network", ["nccl", "tcp", "nvshmem"])
 def test_one_process_a_rank_of_several_nodes(network: str) -> None:
     """Nodes of one rank, and of two where there are four GPUs."""
+    if network == "nvshmem" and not has_nvshmem():
+        pytest.skip("needs NVSHMEM: pip install nvidia-nvshmem-cu13")
     for ranks in (1, 2)[: RANKS // 2]:
-        words = ["-m", "tests.gpu.nodes_worker", str(ranks), *filter(None, [network])]
+        words = ["-m", "tests.gpu.nodes_worker", str(ranks), network]
         said = run_torchrun("--standalone", "--nproc-per-node", str(RANKS), *words)
         assert said.count(" ok") == RANKS, said
 

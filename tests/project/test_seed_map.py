@@ -60,9 +60,9 @@ def test_rows_have_a_state_that_the_legend_explains() -> None:
             assert re.match(r"\w+: .", state), f"{name}: says what is not there"
 
 
-def test_what_is_missing_is_transport_across_nodes_and_other_vendors() -> None:
+def test_what_is_missing_is_other_vendors() -> None:
     found = {name: state.partition(":")[0] for name, _, _, state in ROWS if state.partition(":")[0] in MISSING}
-    assert found == {"`use_shmem`, NVSHMEM, RC mapping": "later", "`target`": "missing"}
+    assert found == {"`target`": "missing"}
 
 
 def test_tests_that_rows_name_exist() -> None:

@@ -10,6 +10,9 @@
  *   -DN=2|3 -DROUNDS=3 -DPIECES=1|2 nodes, rounds, puts of one mail; the header is in the last piece
  *   -DPARITIES=1|2                  landings that rounds use by turns: with 2, two rounds are sent before the first is
  *                                   read, and puts, which find the landing themselves, look at ABORT
+ *   -DQUEUED                        an engine whose puts and "free" are all queued by the host: a put has ended when the
+ *                                   stream is behind it, and "free" is said after a failure, too. With one parity: each
+ *                                   landing of sums is counted by itself
  *   -DSLOW                          any unsatisfied wait may time out at any moment
  *   -DOTHER                         rank 0 sets its ABORT at some moment: a kernel of another stream has given up
  *   -DDEATH                         rank 0 stops for ever at some moment; what it has put may arrive or not, and a wait
@@ -49,6 +52,8 @@
 #define WAIT_PREVIOUS 7  /* signals are awaited of the round before */
 #define HEADER_FIRST 8   /* the header is written before the other bytes */
 #define FEW_PIECES 9     /* a rank without tokens, here rank 0 in round 2, puts only the last piece */
+#define TWO_BEHIND 10    /* pack waits until the round before the last was read, though it lands where the last one did */
+#define MOVED 11         /* where a piece lands depends on the length of the frame, which each round has its own */
 #ifndef MUTANT
 #define MUTANT NONE
 #endif
@@ -68,6 +73,7 @@ byte completed[N], ended;
 #define OWN(i, n, p) (((i) * PARITIES + TURN(n)) * PIECES + (p))
 #define WORD(i, j, p) (AT(i, j) * PIECES + (p))
 
+#define HAS_READ(i, j) (freed[AT(i, j)] + PARITIES + (MUTANT == TWO_BEHIND) >= n)
 #if MUTANT == ONE_WORD
 #define HAS_ARRIVED(i, j) (arrived[WORD(i, j, HEADER)] >= PIECES * m)
 #elif MUTANT == LAST_SIGNAL || PIECES == 1
@@ -84,6 +90,13 @@ byte completed[N], ended;
 #define MAY_TIME_OUT(j) (dead[j] || abort[j])
 #endif
 
+/* Whether what is put there now changes a landing. */
+#if MUTANT == MOVED
+#define CHANGES(i, j, n, p) (landing[CELL(i, j, n, p)] != bytes[CELL(i, j, n, p)] || (p != HEADER && bytes[CELL(i, j, n, p)] != n))
+#else
+#define CHANGES(i, j, n, p) (landing[CELL(i, j, n, p)] != bytes[CELL(i, j, n, p)])
+#endif
+
 inline check_whole(i, j) {
     p = 0;
     do
@@ -98,7 +111,7 @@ inline put(i, j, n, p) {
     bytes[CELL(j, i, n, p)] = own[OWN(i, n, p)];
     on_way[CELL(j, i, n, p)]++;
     if
-    :: landing[CELL(j, i, n, p)] != bytes[CELL(j, i, n, p)] && on_way[CELL(j, i, n, p)] == 1 ->
+    :: CHANGES(j, i, n, p) && on_way[CELL(j, i, n, p)] == 1 ->
         assert(!reading[AT(j, i) * PARITIES + TURN(n)]); /* (a) */
         landing[CELL(j, i, n, p)] = TORN
     :: else
@@ -153,6 +166,21 @@ end:
     od
 }
 
+inline say_free(i) {
+    d_step { /* at once: a peer may look later */
+        j = 0;
+        do
+        :: j < N ->
+            if
+            :: j != i && MUTANT != FREE_EARLY -> freed[AT(j, i)]++
+            :: else
+            fi;
+            j++
+        :: else -> break
+        od
+    }
+}
+
 inline may_die() {
 #ifdef DEATH
     if
@@ -178,9 +206,9 @@ proctype Rank(byte i) {
         j = 0;
         do
         :: atomic { j == N -> break }
-        :: atomic { j < N && (j == i || abort[i] || MUTANT == NO_FREE_WAIT || freed[AT(i, j)] + PARITIES >= n) -> j++ }
+        :: atomic { j < N && (j == i || abort[i] || MUTANT == NO_FREE_WAIT || HAS_READ(i, j)) -> j++ }
         :: atomic {
-            j < N && j != i && !abort[i] && freed[AT(i, j)] + PARITIES < n && MAY_TIME_OUT(j) ->
+            j < N && j != i && !abort[i] && !HAS_READ(i, j) && MAY_TIME_OUT(j) ->
             abort[i] = MUTANT != PACK_ANYWAY;
             j++
         }
@@ -234,6 +262,13 @@ proctype Rank(byte i) {
             :: else -> break
             od
         };
+#ifdef QUEUED
+        j = 0;
+        do
+        :: atomic { j == N -> break }
+        :: atomic { j < N && on_way[CELL(j, i, n, 0)] == 0 && on_way[CELL(j, i, n, HEADER)] == 0 -> j++ }
+        od;
+#endif
         may_die();
 await:
         if
@@ -254,7 +289,11 @@ await:
         od;
         /* read, and say "free" */
         if
+#ifdef QUEUED
+        :: abort[i] -> say_free(i)
+#else
         :: abort[i] -> skip
+#endif
         :: else ->
             d_step {
                 j = 0;
@@ -290,18 +329,7 @@ await:
                 od;
                 completed[i] = m
             };
-            d_step { /* at once: a peer may look later */
-                j = 0;
-                do
-                :: j < N ->
-                    if
-                    :: j != i && MUTANT != FREE_EARLY -> freed[AT(j, i)]++
-                    :: else
-                    fi;
-                    j++
-                :: else -> break
-                od
-            }
+            say_free(i)
         fi;
         n++;
 next:   skip

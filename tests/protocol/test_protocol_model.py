@@ -164,6 +164,11 @@ HOLDS = [
     Case("N=2 PARITIES=2 SLOW", long=True, model=MAIL),
     Case("N=2 PARITIES=2 OTHER", long=True, model=MAIL),
     Case("N=2 PARITIES=2 DEATH", model=MAIL),
+    Case("N=2 QUEUED ROUNDS=5", model=MAIL),
+    Case("N=2 QUEUED SLOW", model=MAIL),
+    Case("N=2 QUEUED OTHER", model=MAIL),
+    Case("N=2 QUEUED DEATH", model=MAIL),
+    Case("N=3 QUEUED PIECES=1", model=MAIL),
 ]
 
 FAILS = [
@@ -251,6 +256,12 @@ FAILS = [
     Case("MUTANT=WAIT_PREVIOUS", ASSERTION, model=MAIL),
     Case("MUTANT=HEADER_FIRST OTHER", ASSERTION, model=MAIL),
     Case("MUTANT=FEW_PIECES", STUCK, model=MAIL),
+    Case("MUTANT=MOVED QUEUED SLOW", ASSERTION, model=MAIL),
+    Case("MUTANT=MOVED QUEUED OTHER", ASSERTION, model=MAIL),
+    Case("MUTANT=MOVED SLOW", ASSERTION, model=MAIL),
+    Case("MUTANT=TWO_BEHIND QUEUED", ASSERTION, model=MAIL),
+    Case("MUTANT=NO_HEADER QUEUED SLOW", ASSERTION, model=MAIL),
+    Case("MUTANT=FREE_EARLY QUEUED", ASSERTION, model=MAIL),
 ]
 
 

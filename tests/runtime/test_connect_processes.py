@@ -13,6 +13,7 @@ import pytest
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.runtime import connection, gpus, trial
+from cute_ep.runtime.rails import transport
 from cute_ep.runtime.symmetric import Kind
 
 from .as_threads import RANKS, collective
@@ -146,7 +147,7 @@ class Rail:
 
 def nodes_of(monkeypatch: pytest.MonkeyPatch, *broken: tuple[str, int]) -> Machine:
     machine = Machine(monkeypatch, *broken)
-    monkeypatch.setattr(connection.NcclLibrary, "loaded", lambda: None)
+    monkeypatch.setattr(transport.NcclLibrary, "loaded", lambda: None)
     monkeypatch.setattr(connection, "sms_over_nodes", lambda device, sms: 8)
     monkeypatch.setattr(connection, "join_rail", lambda cfg, node, library, meeting: Rail(machine, cfg))
     monkeypatch.setattr(connection, "NodesCommunicator", lambda node, mail, status, release: Joined(node, release))

@@ -109,7 +109,7 @@ def test_after_a_failure_of_a_kernel_the_engine_is_ended_soon() -> None:
         made[0].mail.interrupted = True
         at_once(range(1), lambda rank: send_again(made[0], given[0], TOKENS + 2))  # returns: rank 1 never comes
         with pytest.raises(EPError, match=r"^rank 0: NCCL between nodes was aborted; close, and connect again$"):
-            made[0].mail.engine.put(made[0].mail, Channel.FRAMES, made[0].mail.frame_puts(1))
+            made[0].mail.engine.put(made[0].mail, Channel.FRAMES, made[0].mail.frame_puts(1, 1))
         watches[0].stop()
 
 

@@ -20,6 +20,7 @@ class Put(NamedTuple):
         to: where it goes in the map of each.
         to_step: from there to where that of the next node's rank goes.
         source_turn, to_turn: to those of rounds of parity 1.
+        landing: of sums, in which of the two places they land; 0 where kernels choose it.
     """
 
     piece: Piece
@@ -30,18 +31,24 @@ class Put(NamedTuple):
     nbytes: int
     source_turn: int = 0
     to_turn: int = 0
+    landing: int = 0
 
 
 class Engine(Protocol):
     """What brings pieces of mail to the other ranks of a rail, in stream order.
 
     Attributes:
-        queued: whether the host says where a piece goes when it queues the put, as for a library. Pieces may then be
-            anywhere in memory, and sums land by turns in the order of the host's calls; else kernels choose the landing
-            by the parity of the round, which also graphs count that are replayed.
+        queued: whether the host says where a piece goes when it queues the put, as for a library. Sums then land where
+            none are that were not received; else kernels choose the landing by the parity of the round, which also
+            graphs count that are replayed.
+        one_sided: whether a put comes without its receiver, so that kernels wait for words. One that the host has
+            queued also comes after a failure, while a peer may be reading: pieces of any frame then have one place.
+        only_sums: why rows of entries do not travel, in words; "": they do, pieces may be anywhere in memory.
     """
 
     queued: bool
+    one_sided: bool
+    only_sums: str
 
     def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
         """Bring each piece of this rank's mail, of the round that was packed last, to every other node's rank, and then
@@ -51,8 +58,8 @@ class Engine(Protocol):
     def told(self, mail: RankMail, channel: Channel) -> None:
         """Tell the host that what was put last has been exchanged, if it asks: no await is next, which does so."""
 
-    def free(self, mail: RankMail, channel: Channel) -> None:
-        """Tell every other node's rank that this rank has read what came, after all that is on the stream."""
+    def free(self, mail: RankMail, channel: Channel, landing: int) -> None:
+        """Tell every other node's rank that this rank has read what came there, after all that is on the stream."""
 
     def progress(self, channel: Channel) -> int:
         """Address of the host-visible words for the rounds that were packed and exchanged last; 0: nobody asks."""

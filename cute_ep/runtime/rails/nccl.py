@@ -50,7 +50,7 @@ class NcclRail:
         abort: address of the abort word of the rank's arena.
     """
 
-    queued = True
+    queued, one_sided, only_sums = True, False, ""
 
     def __init__(self, library: NcclLibrary, device: torch.device, abort: int) -> None:
         self._library, self._device, self._abort = library, device, abort
@@ -81,7 +81,7 @@ class NcclRail:
         """As of `Engine`."""
         mail.signal(channel, _ended_at(channel), 1, RoundWord.SENT)
 
-    def free(self, mail: RankMail, channel: Channel) -> None:
+    def free(self, mail: RankMail, channel: Channel, landing: int) -> None:
         """As of `Engine`: the next receive is behind on the stream."""
 
     def progress(self, channel: Channel) -> int:
@@ -114,7 +114,7 @@ class NcclRail:
         """One exchange of each channel, as large as any, so that connections are there before a graph is captured.
         EPError: it has not ended in START_S."""
         frame, done = mail.cfg.max_tokens_per_rank, torch.cuda.Event()
-        self.put(mail, Channel.FRAMES, mail.frame_puts(frame))
+        self.put(mail, Channel.FRAMES, mail.frame_puts(frame, frame))
         self.put(mail, Channel.SUMS, [mail.sums_put(frame, 0)])
         done.record()
         if not wait_until(done.query, START_S):

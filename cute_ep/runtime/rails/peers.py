@@ -12,7 +12,7 @@ from cute_ep.runtime.rails.engine import Put, words_of
 class PeerStores:
     """A kernel copies, and another one signals the words of all pieces. Neither does anything after a failure."""
 
-    queued = False
+    queued, one_sided, only_sums = False, True, "in one process"
 
     def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
         """As of `Engine`."""
@@ -22,7 +22,7 @@ class PeerStores:
     def told(self, mail: RankMail, channel: Channel) -> None:
         """As of `Engine`: nobody asks."""
 
-    def free(self, mail: RankMail, channel: Channel) -> None:
+    def free(self, mail: RankMail, channel: Channel, landing: int) -> None:
         """As of `Engine`."""
         mail.signal(channel, mail.map.free.at(channel, mail.node), 1, RoundWord.RECEIVED)
 
