@@ -15,7 +15,8 @@
  *   -DDEATH                         rank 0 stops for ever at some moment; what it has put may arrive or not, and a wait
  *                                   for a rank that is dead, or that has given up, may time out
  *   -DLATE_SOURCE                   a put reads its source when it arrives, not when the stream passes it
- *   -DMUTANT=...                    one rule broken; the search must then find an error
+ *   -DMUTANT=...                    one rule broken; the search must then find an error. That ids are copied after
+ *                                   "free", or by `dispatch_wait`, is FREE_EARLY here
  *
  * A rank's stream has, for each round, steps in this order: wait for every peer's "free", pack, put, wait for every
  * peer's signals, compare headers, read, say "free". The host has queued all of them, so puts are made whatever the
@@ -49,6 +50,11 @@
 #define WAIT_PREVIOUS 7  /* signals are awaited of the round before */
 #define HEADER_FIRST 8   /* the header is written before the other bytes */
 #define FEW_PIECES 9     /* a rank without tokens, here rank 0 in round 2, puts only the last piece */
+#define ONE_LANDING 10   /* with two parities: all rounds use the first one's landings */
+#define ONE_SOURCE 11    /* with two parities: all rounds use the first one's sending buffers */
+#define FREE_BEFORE 12   /* pack waits for "free" of the round before the one that it overwrites */
+#define SENDS_AHEAD 13   /* a round is put before the one before it is awaited, as with two parities */
+#define READ_FIRST 14    /* a rank reads before it waits for signals and compares headers */
 #ifndef MUTANT
 #define MUTANT NONE
 #endif
@@ -62,10 +68,21 @@ bool reading[N * N * PARITIES];/* at rank, of rank */
 bool abort[N], dead[N];
 byte completed[N], ended;
 
+#if MUTANT == SENDS_AHEAD
+#define OUTSTANDING 2
+#else
+#define OUTSTANDING PARITIES
+#endif
+#if MUTANT == FREE_BEFORE
+#define UNREAD (PARITIES + 1)
+#else
+#define UNREAD PARITIES
+#endif
 #define AT(i, j) ((i) * N + (j))
-#define TURN(n) ((n) % PARITIES)
+#define TURN(n) (MUTANT == ONE_LANDING -> 0 : (n) % PARITIES)
+#define SOURCE(n) (MUTANT == ONE_SOURCE -> 0 : (n) % PARITIES)
 #define CELL(i, j, n, p) ((AT(i, j) * PARITIES + TURN(n)) * PIECES + (p))
-#define OWN(i, n, p) (((i) * PARITIES + TURN(n)) * PIECES + (p))
+#define OWN(i, n, p) (((i) * PARITIES + SOURCE(n)) * PIECES + (p))
 #define WORD(i, j, p) (AT(i, j) * PIECES + (p))
 
 #if MUTANT == ONE_WORD
@@ -167,7 +184,7 @@ inline may_die() {
 proctype Rank(byte i) {
     byte n = 1, m, j, p;
     do
-    :: n > ROUNDS + PARITIES - 1 -> break
+    :: n > ROUNDS + OUTSTANDING - 1 -> break
     :: else ->
         if
         :: n > ROUNDS -> goto await
@@ -178,9 +195,9 @@ proctype Rank(byte i) {
         j = 0;
         do
         :: atomic { j == N -> break }
-        :: atomic { j < N && (j == i || abort[i] || MUTANT == NO_FREE_WAIT || freed[AT(i, j)] + PARITIES >= n) -> j++ }
+        :: atomic { j < N && (j == i || abort[i] || MUTANT == NO_FREE_WAIT || freed[AT(i, j)] + UNREAD >= n) -> j++ }
         :: atomic {
-            j < N && j != i && !abort[i] && freed[AT(i, j)] + PARITIES < n && MAY_TIME_OUT(j) ->
+            j < N && j != i && !abort[i] && freed[AT(i, j)] + UNREAD < n && MAY_TIME_OUT(j) ->
             abort[i] = MUTANT != PACK_ANYWAY;
             j++
         }
@@ -237,16 +254,16 @@ proctype Rank(byte i) {
         may_die();
 await:
         if
-        :: n < PARITIES -> n++; goto next
-        :: else -> m = n - PARITIES + 1
+        :: n < OUTSTANDING -> n++; goto next
+        :: else -> m = n - OUTSTANDING + 1
         fi;
         /* wait for signals; compare headers */
         j = 0;
         do
         :: atomic { j == N -> break }
-        :: atomic { j < N && (j == i || abort[i]) -> j++ }
+        :: atomic { j < N && (j == i || abort[i] || MUTANT == READ_FIRST) -> j++ }
         :: atomic {
-            j < N && j != i && !abort[i] && HAS_ARRIVED(i, j) ->
+            j < N && j != i && !abort[i] && MUTANT != READ_FIRST && HAS_ARRIVED(i, j) ->
             abort[i] = MUTANT != NO_HEADER && landing[CELL(i, j, m, HEADER)] != m;
             j++
         }
