@@ -14,6 +14,7 @@
  *   -DOTHER                         rank 0 sets its ABORT at some moment: a kernel of another stream has given up
  *   -DDEATH                         rank 0 stops for ever at some moment; what it has put may arrive or not, and a wait
  *                                   for a rank that is dead, or that has given up, may time out
+ *   -DNEAR                          what ranks other than 0 put to each other arrives at once
  *   -DLATE_SOURCE                   a put reads its source when it arrives, not when the stream passes it
  *   -DMUTANT=...                    one rule broken; the search must then find an error. That ids are copied after
  *                                   "free", or by `dispatch_wait`, is FREE_EARLY here
@@ -109,6 +110,24 @@ inline check_whole(i, j) {
     od
 }
 
+/* A piece arrives, and then its signal: one step. */
+inline arrive(i, j, n, p) {
+#ifdef LATE_SOURCE
+    assert(own[OWN(i, n, p)] == bytes[CELL(j, i, n, p)]);
+#endif
+    landing[CELL(j, i, n, p)] = bytes[CELL(j, i, n, p)];
+    on_way[CELL(j, i, n, p)]--;
+    if
+    :: on_way[CELL(j, i, n, p)] == 0 -> bytes[CELL(j, i, n, p)] = 0
+    :: else
+    fi;
+    if
+    :: MUTANT == LAST_SIGNAL && p != HEADER -> skip
+    :: MUTANT == ONE_WORD -> arrived[WORD(j, i, HEADER)]++
+    :: else -> arrived[WORD(j, i, p)]++
+    fi
+}
+
 /* The host's stream of rank i issues a piece to rank j. */
 inline put(i, j, n, p) {
     assert(on_way[CELL(j, i, n, p)] == 0 || bytes[CELL(j, i, n, p)] == own[OWN(i, n, p)]); /* (a) */
@@ -119,27 +138,13 @@ inline put(i, j, n, p) {
         assert(!reading[AT(j, i) * PARITIES + TURN(n)]); /* (a) */
         landing[CELL(j, i, n, p)] = TORN
     :: else
+    fi;
+#ifdef NEAR
+    if
+    :: i != 0 && j != 0 -> arrive(i, j, n, p)
+    :: else
     fi
-}
-
-/* A piece arrives, and then its signal. */
-inline arrive(i, j, n, p) {
-    d_step {
-#ifdef LATE_SOURCE
-        assert(own[OWN(i, n, p)] == bytes[CELL(j, i, n, p)]);
 #endif
-        landing[CELL(j, i, n, p)] = bytes[CELL(j, i, n, p)];
-        on_way[CELL(j, i, n, p)]--;
-        if
-        :: on_way[CELL(j, i, n, p)] == 0 -> bytes[CELL(j, i, n, p)] = 0
-        :: else
-        fi;
-        if
-        :: MUTANT == LAST_SIGNAL && p != HEADER -> skip
-        :: MUTANT == ONE_WORD -> arrived[WORD(j, i, HEADER)]++
-        :: else -> arrived[WORD(j, i, p)]++
-        fi
-    }
 }
 
 /* With two parities all of a round arrives before anything of the next: its signals are stores in stream order. */
@@ -154,14 +159,14 @@ inline arrive(i, j, n, p) {
 proctype Way(byte i; byte j) {
 end:
     do
-    :: on_way[CELL(j, i, 0, HEADER)] > 0 && IS_NEXT(0, HEADER) -> arrive(i, j, 0, HEADER)
+    :: on_way[CELL(j, i, 0, HEADER)] > 0 && IS_NEXT(0, HEADER) -> d_step { arrive(i, j, 0, HEADER) }
 #if PIECES == 2
-    :: on_way[CELL(j, i, 0, 0)] > 0 && IS_NEXT(0, 0) -> arrive(i, j, 0, 0)
+    :: on_way[CELL(j, i, 0, 0)] > 0 && IS_NEXT(0, 0) -> d_step { arrive(i, j, 0, 0) }
 #endif
 #if PARITIES == 2
-    :: on_way[CELL(j, i, 1, HEADER)] > 0 && IS_NEXT(1, HEADER) -> arrive(i, j, 1, HEADER)
+    :: on_way[CELL(j, i, 1, HEADER)] > 0 && IS_NEXT(1, HEADER) -> d_step { arrive(i, j, 1, HEADER) }
 #if PIECES == 2
-    :: on_way[CELL(j, i, 1, 0)] > 0 && IS_NEXT(1, 0) -> arrive(i, j, 1, 0)
+    :: on_way[CELL(j, i, 1, 0)] > 0 && IS_NEXT(1, 0) -> d_step { arrive(i, j, 1, 0) }
 #endif
 #endif
 #ifdef DEATH

@@ -164,6 +164,8 @@ HOLDS = [
     Case("N=2 PARITIES=2 SLOW", long=True, model=MAIL),
     Case("N=2 PARITIES=2 OTHER", long=True, model=MAIL),
     Case("N=2 PARITIES=2 DEATH", model=MAIL),
+    Case("N=3 NEAR PIECES=1 DEATH ROUNDS=2", long=True, model=MAIL),
+    Case("N=3 NEAR PIECES=1 PARITIES=2", long=True, model=MAIL),
     Case("N=2 PARITIES=2 LATE_SOURCE", model=MAIL),
     Case("N=2 PARITIES=2 OTHER LATE_SOURCE ROUNDS=2", model=MAIL),
 ]
