@@ -250,7 +250,7 @@ def test_dispatch_on_one_stream_and_combine_on_another(nodes: int, ranks: int) -
 
 
 @pytest.mark.parametrize("reads", ["late", "early"])
-@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (3, 1)])
 def test_many_rounds_in_a_storm(nodes: int, ranks: int, reads: str) -> None:
     """Mail comes in parts, in any order and late (`tests.storm_rail`). In a process of its own: each of its streams
     needs a queue, and CUDA reads the number of queues when a process begins."""
