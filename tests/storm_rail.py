@@ -151,7 +151,7 @@ class Storm(PeerStores):
         rank, lanes = mail.parts.rank, self._lanes[mail.memory.device]
         number = self._sent[rank, channel] = self._sent[rank, channel] + 1
         random = Random(f"{self.seed} {rank} {channel} {number}")
-        whole = [_of_round(one, number) for one in pieces]
+        whole = [of_round(one, number) for one in pieces]
         if self.copies:
             whole = [self._copied(mail, one) for one in whole]
         ready = lanes.mark()
@@ -197,7 +197,7 @@ class Storm(PeerStores):
         mail._launch("signal_mail", SignalMailArgs(mail._group(channel), mails, word, 1, round_at), 1)
 
 
-def _of_round(one: Put, number: int) -> Put:
+def of_round(one: Put, number: int) -> Put:
     """A piece of one round, whatever the parity is when it is brought."""
     parity = number & 1
     source, to = one.source + parity * one.source_turn, one.to + parity * one.to_turn

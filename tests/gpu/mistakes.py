@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from tests.edits import Edit
+
+from .mail_mistakes import MAIL_MUTANTS
+from .mutant import Mutant
 
 UNCHANGED = "UNCHANGED"
 """The sources as they are, with the kernels of the library: finds nothing on any of the schedules."""
-
-
-@dataclass(frozen=True)
-class Edit:
-    """One change: `old`, which is in `file` exactly once, becomes `new`."""
-
-    file: str
-    old: str
-    new: str
-
-    def apply(self, root: Path) -> None:
-        """Change the file below `root`; ValueError when it does not hold `old` exactly once."""
-        path = root / self.file
-        text = path.read_text()
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.file} has {text.count(self.old)} times, not once: {self.old!r}")
-        path.write_text(text.replace(self.old, self.new))
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """Attributes:
-    schedule: name out of `schedules.CASES`.
-    edits: the mistake.
-    promised: whether that schedule must find it. A mistake that only an order of memory accesses tells, which the
-        model allows and the hardware at hand never shows, cannot be promised.
-    """
-
-    schedule: str
-    edits: tuple[Edit, ...]
-    promised: bool = True
 
 
 _ACKNOWLEDGE = {
@@ -210,7 +181,8 @@ MUTANTS = {
         promised=False,
     ),
 }
-"""Name, as in `tests/protocol/ep_protocol.pml` -> mistake."""
+"""Name, as in `tests/protocol/ep_protocol.pml` -> mistake within a node."""
+MUTANTS |= MAIL_MUTANTS
 
 
 def expected(name: str) -> tuple[str, ...]:

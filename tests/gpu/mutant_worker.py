@@ -13,18 +13,23 @@ import torch
 
 import cute_ep
 from cute_ep.aot.library import read_manifest, source_folders, source_hash
-from cute_ep.api.errors import EPTimeout
+from cute_ep.api.errors import EPError, EPTimeout
 from cute_ep.layouts.maps.variants import NO_HOOKS
 from cute_ep.runtime import connection
+from tests.storm_rail import Streams
 
 from .conftest import LIBRARY
+from .mail_schedules import NODES, given_up, storm
 from .mistakes import MUTANTS, UNCHANGED
 from .mutants import ARCH, FOLDER, ROOT
+from .node_rounds import config
 from .runs import Run, run_schedules
 from .schedules import CASES, Case, config_of
 
 RANKS = 4
 TIMEOUT_S = 1.0
+TURNS = 60
+"""Of a storm."""
 SEEDS = 3
 """Runs of a mutant's schedule, with other inputs and delays each, until it finds something."""
 
@@ -49,6 +54,23 @@ def try_case(case: Case, library: Path, seeds: int) -> str | None:
     return None
 
 
+def try_mail(schedule: str, library: Path, seeds: int) -> str | None:
+    """The same of a schedule over nodes, whose ranks may have given up in the end: each run has new communicators."""
+    cfg = config(NODES[schedule], 1, timeout_s=TIMEOUT_S)
+    for seed in range(seeds):
+        communicators = connection.connect_local(cfg, ["cuda:0"] * cfg.world_size, library=library)
+        try:
+            if schedule == "storm":
+                storm(communicators, Streams, turns=TURNS, seed=seed, copies=seed % 2 == 0)
+            else:
+                given_up(communicators)
+        except (AssertionError, EPError) as error:
+            return f"{type(error).__name__}: {error}"
+        for communicator in communicators:
+            communicator.close()
+    return None
+
+
 def main(name: str, lock: str) -> tuple[str, str]:
     """Verdict and words."""
     library = LIBRARY if name == UNCHANGED else FOLDER / name
@@ -62,7 +84,10 @@ def main(name: str, lock: str) -> tuple[str, str]:
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         for schedule in sorted(wanted):
-            found = try_case(CASES[schedule], library, SEEDS if name in MUTANTS else 1)
+            if schedule in NODES:
+                found = try_mail(schedule, library, SEEDS if schedule == "storm" else 1)
+            else:
+                found = try_case(CASES[schedule], library, SEEDS if name in MUTANTS else 1)
             if found:
                 return "found", f"by {schedule!r}: {found}"
     return "survived", ", ".join(sorted(wanted))

@@ -87,7 +87,8 @@ def run(names: Sequence[str], timeout_s: float = 600) -> dict[str, Outcome]:
             folder.mkdir()
             make_tree(name, folder)
             words = ["-m", "tests.gpu.mutant_worker", name, str(Path(scratch, f"gpu{number % len(gpus)}"))]
-            process = start(folder, words, CUDA_VISIBLE_DEVICES=gpu)
+            # a storm's streams need a queue each
+            process = start(folder, words, CUDA_VISIBLE_DEVICES=gpu, CUDA_DEVICE_MAX_CONNECTIONS="32")
             try:
                 output, errors = process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     outcomes = run(names or known)
     for name, outcome in outcomes.items():
-        sys.stdout.write(f"{name:17} {outcome.verdict:9} {outcome.words}\n")
+        sys.stdout.write(f"{name:18} {outcome.verdict:9} {outcome.words}\n")
     wrong = {name for name, outcome in outcomes.items() if outcome.verdict not in expected(name)}
     return int(bool(wrong))
 

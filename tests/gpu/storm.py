@@ -1,37 +1,24 @@
 """Rounds over virtual nodes whose mail comes in any order and late.
 
-`python -m tests.gpu.storm NODES RANKS READS ROUNDS`. READS: "late", as late as a put may read, or "early", into copies
-that land any time later.
+`python -m tests.gpu.storm NODES RANKS READS TURNS`. READS: "late", as late as a put may read, or "early", into copies
+that land any time later. TURNS is the seed, too.
 """
 
 from __future__ import annotations
 
 import sys
 
-import torch
+from tests.storm_rail import Streams
 
-from tests.storm_rail import Storm, Streams
-
-from .test_nodes import FRAMES, Rounds, config, connected
-
-LANES = 3
-BETWEEN_CHECKS = 200
+from .mail_schedules import storm
+from .node_rounds import config
+from .test_nodes import connected
 
 
-def main(nodes: int, ranks: int, reads: str, rounds: int) -> None:
+def main(nodes: int, ranks: int, reads: str, turns: int) -> None:
     """AssertionError or EPTimeout when something is wrong."""
     with connected(config(nodes, ranks)) as made:
-        given = Rounds(made, 12, FRAMES)
-        storm = Storm(lambda device: Streams(device, LANES), LANES, seed=rounds, copies=reads == "early")
-        storm.prepare([ep.mail for ep in made])
-        for turn in range(1, rounds + 1):
-            given.enqueue(turn % 12)
-            if turn % BETWEEN_CHECKS == 0 or turn == rounds:
-                given.check()
-        for ep in made:
-            torch.cuda.synchronize(ep.device)
-            assert ep.flags().completed["frames received"] == ep.flags().completed["sums received"] == rounds
-        storm.close()
+        storm(made, Streams, turns=turns, seed=turns, copies=reads == "early")
 
 
 if __name__ == "__main__":

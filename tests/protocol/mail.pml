@@ -17,8 +17,10 @@
  *   -DOTHER                         rank 0 sets its ABORT at some moment: a kernel of another stream has given up
  *   -DDEATH                         rank 0 stops for ever at some moment; what it has put may arrive or not, and a wait
  *                                   for a rank that is dead, or that has given up, may time out
+ *   -DNEAR                          what ranks other than 0 put to each other arrives at once
  *   -DLATE_SOURCE                   a put reads its source when it arrives, not when the stream passes it
- *   -DMUTANT=...                    one rule broken; the search must then find an error
+ *   -DMUTANT=...                    one rule broken; the search must then find an error. That ids are copied after
+ *                                   "free", or by `dispatch_wait`, is FREE_EARLY here
  *
  * A rank's stream has, for each round, steps in this order: wait for every peer's "free", pack, put, wait for every
  * peer's signals, compare headers, read, say "free". The host has queued all of them, so puts are made whatever the
@@ -52,8 +54,12 @@
 #define WAIT_PREVIOUS 7  /* signals are awaited of the round before */
 #define HEADER_FIRST 8   /* the header is written before the other bytes */
 #define FEW_PIECES 9     /* a rank without tokens, here rank 0 in round 2, puts only the last piece */
-#define TWO_BEHIND 10    /* pack waits until the round before the last was read, though it lands where the last one did */
-#define MOVED 11         /* where a piece lands depends on the length of the frame, which each round has its own */
+#define ONE_LANDING 10   /* with two parities: all rounds use the first one's landings */
+#define ONE_SOURCE 11    /* with two parities: all rounds use the first one's sending buffers */
+#define FREE_BEFORE 12   /* pack waits for "free" of the round before the one that it overwrites */
+#define SENDS_AHEAD 13   /* a round is put before the one before it is awaited, as with two parities */
+#define READ_FIRST 14    /* a rank reads before it waits for signals and compares headers */
+#define MOVED 15         /* where a piece lands depends on the length of the frame, which each round has its own */
 #ifndef MUTANT
 #define MUTANT NONE
 #endif
@@ -67,13 +73,24 @@ bool reading[N * N * PARITIES];/* at rank, of rank */
 bool abort[N], dead[N];
 byte completed[N], ended;
 
+#if MUTANT == SENDS_AHEAD
+#define OUTSTANDING 2
+#else
+#define OUTSTANDING PARITIES
+#endif
+#if MUTANT == FREE_BEFORE
+#define UNREAD (PARITIES + 1)
+#else
+#define UNREAD PARITIES
+#endif
 #define AT(i, j) ((i) * N + (j))
-#define TURN(n) ((n) % PARITIES)
+#define TURN(n) (MUTANT == ONE_LANDING -> 0 : (n) % PARITIES)
+#define SOURCE(n) (MUTANT == ONE_SOURCE -> 0 : (n) % PARITIES)
 #define CELL(i, j, n, p) ((AT(i, j) * PARITIES + TURN(n)) * PIECES + (p))
-#define OWN(i, n, p) (((i) * PARITIES + TURN(n)) * PIECES + (p))
+#define OWN(i, n, p) (((i) * PARITIES + SOURCE(n)) * PIECES + (p))
 #define WORD(i, j, p) (AT(i, j) * PIECES + (p))
 
-#define HAS_READ(i, j) (freed[AT(i, j)] + PARITIES + (MUTANT == TWO_BEHIND) >= n)
+#define HAS_READ(i, j) (freed[AT(i, j)] + UNREAD >= n)
 #if MUTANT == ONE_WORD
 #define HAS_ARRIVED(i, j) (arrived[WORD(i, j, HEADER)] >= PIECES * m)
 #elif MUTANT == LAST_SIGNAL || PIECES == 1
@@ -105,6 +122,24 @@ inline check_whole(i, j) {
     od
 }
 
+/* A piece arrives, and then its signal: one step. */
+inline arrive(i, j, n, p) {
+#ifdef LATE_SOURCE
+    assert(own[OWN(i, n, p)] == bytes[CELL(j, i, n, p)]);
+#endif
+    landing[CELL(j, i, n, p)] = bytes[CELL(j, i, n, p)];
+    on_way[CELL(j, i, n, p)]--;
+    if
+    :: on_way[CELL(j, i, n, p)] == 0 -> bytes[CELL(j, i, n, p)] = 0
+    :: else
+    fi;
+    if
+    :: MUTANT == LAST_SIGNAL && p != HEADER -> skip
+    :: MUTANT == ONE_WORD -> arrived[WORD(j, i, HEADER)]++
+    :: else -> arrived[WORD(j, i, p)]++
+    fi
+}
+
 /* The host's stream of rank i issues a piece to rank j. */
 inline put(i, j, n, p) {
     assert(on_way[CELL(j, i, n, p)] == 0 || bytes[CELL(j, i, n, p)] == own[OWN(i, n, p)]); /* (a) */
@@ -115,27 +150,13 @@ inline put(i, j, n, p) {
         assert(!reading[AT(j, i) * PARITIES + TURN(n)]); /* (a) */
         landing[CELL(j, i, n, p)] = TORN
     :: else
+    fi;
+#ifdef NEAR
+    if
+    :: i != 0 && j != 0 -> arrive(i, j, n, p)
+    :: else
     fi
-}
-
-/* A piece arrives, and then its signal. */
-inline arrive(i, j, n, p) {
-    d_step {
-#ifdef LATE_SOURCE
-        assert(own[OWN(i, n, p)] == bytes[CELL(j, i, n, p)]);
 #endif
-        landing[CELL(j, i, n, p)] = bytes[CELL(j, i, n, p)];
-        on_way[CELL(j, i, n, p)]--;
-        if
-        :: on_way[CELL(j, i, n, p)] == 0 -> bytes[CELL(j, i, n, p)] = 0
-        :: else
-        fi;
-        if
-        :: MUTANT == LAST_SIGNAL && p != HEADER -> skip
-        :: MUTANT == ONE_WORD -> arrived[WORD(j, i, HEADER)]++
-        :: else -> arrived[WORD(j, i, p)]++
-        fi
-    }
 }
 
 /* With two parities all of a round arrives before anything of the next: its signals are stores in stream order. */
@@ -150,14 +171,14 @@ inline arrive(i, j, n, p) {
 proctype Way(byte i; byte j) {
 end:
     do
-    :: on_way[CELL(j, i, 0, HEADER)] > 0 && IS_NEXT(0, HEADER) -> arrive(i, j, 0, HEADER)
+    :: on_way[CELL(j, i, 0, HEADER)] > 0 && IS_NEXT(0, HEADER) -> d_step { arrive(i, j, 0, HEADER) }
 #if PIECES == 2
-    :: on_way[CELL(j, i, 0, 0)] > 0 && IS_NEXT(0, 0) -> arrive(i, j, 0, 0)
+    :: on_way[CELL(j, i, 0, 0)] > 0 && IS_NEXT(0, 0) -> d_step { arrive(i, j, 0, 0) }
 #endif
 #if PARITIES == 2
-    :: on_way[CELL(j, i, 1, HEADER)] > 0 && IS_NEXT(1, HEADER) -> arrive(i, j, 1, HEADER)
+    :: on_way[CELL(j, i, 1, HEADER)] > 0 && IS_NEXT(1, HEADER) -> d_step { arrive(i, j, 1, HEADER) }
 #if PIECES == 2
-    :: on_way[CELL(j, i, 1, 0)] > 0 && IS_NEXT(1, 0) -> arrive(i, j, 1, 0)
+    :: on_way[CELL(j, i, 1, 0)] > 0 && IS_NEXT(1, 0) -> d_step { arrive(i, j, 1, 0) }
 #endif
 #endif
 #ifdef DEATH
@@ -195,7 +216,7 @@ inline may_die() {
 proctype Rank(byte i) {
     byte n = 1, m, j, p;
     do
-    :: n > ROUNDS + PARITIES - 1 -> break
+    :: n > ROUNDS + OUTSTANDING - 1 -> break
     :: else ->
         if
         :: n > ROUNDS -> goto await
@@ -272,16 +293,16 @@ proctype Rank(byte i) {
         may_die();
 await:
         if
-        :: n < PARITIES -> n++; goto next
-        :: else -> m = n - PARITIES + 1
+        :: n < OUTSTANDING -> n++; goto next
+        :: else -> m = n - OUTSTANDING + 1
         fi;
         /* wait for signals; compare headers */
         j = 0;
         do
         :: atomic { j == N -> break }
-        :: atomic { j < N && (j == i || abort[i]) -> j++ }
+        :: atomic { j < N && (j == i || abort[i] || MUTANT == READ_FIRST) -> j++ }
         :: atomic {
-            j < N && j != i && !abort[i] && HAS_ARRIVED(i, j) ->
+            j < N && j != i && !abort[i] && MUTANT != READ_FIRST && HAS_ARRIVED(i, j) ->
             abort[i] = MUTANT != NO_HEADER && landing[CELL(i, j, m, HEADER)] != m;
             j++
         }

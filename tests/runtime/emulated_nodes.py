@@ -15,7 +15,6 @@ from cute_ep.layouts.maps.variants import MAIL_KERNELS
 from cute_ep.runtime import status
 from cute_ep.runtime.mail import MailParts, RankMail
 from cute_ep.runtime.nodes import NodesCommunicator, node_config
-from cute_ep.runtime.rails.engine import Engine
 from cute_ep.runtime.rails.peers import PeerStores
 from cute_ep.runtime.status import Status
 from cute_ep.testing.compare import assert_bits
@@ -38,7 +37,7 @@ def config(nodes: int, ranks: int, **changes: object) -> EPConfig:
 
 
 @contextmanager
-def connected(cfg: EPConfig, engine: Engine | None = None) -> Iterator[list[NodesCommunicator]]:
+def connected(cfg: EPConfig) -> Iterator[list[NodesCommunicator]]:
     """All ranks of `cfg`: each node's communicators would be those of processes, so their calls wait."""
     with ExitStack() as undo:
         undo.enter_context(pytest.MonkeyPatch.context()).setattr(status, "HostMemory", PlainHostMemory)
@@ -58,7 +57,7 @@ def connected(cfg: EPConfig, engine: Engine | None = None) -> Iterator[list[Node
                 abort=abort.data_ptr(),
                 max_ctas=4,
             )
-            mail = RankMail(parts, engine or PeerStores())
+            mail = RankMail(parts, PeerStores())
             rails[peer].append(mail)
             held.append(abort)
             node = nodes[cfg.node(rank)][peer]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,12 +14,10 @@ from cute_ep.api.buffers import BUFFERS
 from cute_ep.api.dispatched import READ_BY_COMBINE, Dispatched
 from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.maps.mail import Channel
-from cute_ep.runtime.mail import RankMail
 from cute_ep.runtime.nodes import NodesCommunicator
-from cute_ep.runtime.rails.engine import Put
-from cute_ep.runtime.rails.peers import PeerStores
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import RankInputs
+from tests.heedless_rail import Heedless
 from tests.reference.ranks import at_once, rows_for
 
 from .emulated_nodes import SHAPES, TOKENS, batch_of, config, connected, fused_round, on_all, two_halves
@@ -91,26 +88,11 @@ def test_who_does_not_come_is_named(late: int) -> None:
             ep.dispatch(**vars(given[1 - late]))
 
 
-class Heedless(PeerStores):
-    """An engine whose copies the host has queued: they are made whatever kernels have found."""
-
-    def __init__(self) -> None:
-        self.mails: list[RankMail] = []
-
-    def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
-        for other in self.mails:
-            if other is not mail:
-                for one in pieces:
-                    ctypes.memmove(other.base + one.to, mail.base + one.source, one.nbytes)
-                    word = other.map.arrived.at(channel, mail.node, one.piece)
-                    other.memory[word : word + 8].view(torch.int64).add_(1)
-
-
 def test_old_mail_of_a_rank_that_has_given_up_is_no_new_mail() -> None:
     """Its engine goes on: the frame comes again, with the header of its round."""
     cfg, engine = config(2, 1, timeout_s=0.5), Heedless()
-    with connected(cfg, engine) as made:
-        engine.mails += [one.mail for one in made]
+    with connected(cfg) as made:
+        engine.prepare([one.mail for one in made])
         given, _ = batch_of(cfg, 3, None)
         on_all(made, lambda rank: made[rank].dispatch(**vars(given[rank])))
         torch.frombuffer((ctypes.c_int64 * 1).from_address(made[0].mail.parts.abort), dtype=torch.int64).fill_(1)
