@@ -30,9 +30,9 @@ HASTY = Edit(
 )
 """A put returns before it has read its sources."""
 _AWAIT = '        self._launch("await_frames", awaited, 1)\n'
-_FREED = "        self.engine.free(self, channel)\n"
+_FREED = "        self.engine.free(self, channel, landing)\n"
 _SUM = '        self._launch(\n            "sum_nodes",\n'
-_TURNS = "turns = [0 if self.engine.queued else region.stride[0] for region in (source, to)]"
+_TURNS = "(0 if self.engine.queued else region.stride[0] for region in (source, to))"
 _UNPACK = "        self.mail.unpack(into, frame)\n"
 _IDS = "            ids = pending.of_node.topk_ids\n"
 _ENTRIES = "        ids.fill_(-1)\n        out.fill_(1)\n"
@@ -76,10 +76,16 @@ MISTAKES = {
         "self.engine.put(self, Channel.FRAMES, puts if tokens else puts[-1:])",
     ),
     # sums of outstanding rounds have one landing
-    "ONE_LANDING": _one("storm", MAIL, _TURNS, "turns = [source.stride[0], 0]"),
-    "ONE_LANDING_QUEUED": _one("queues", MAIL, "self._sums_sent % PARITIES if self.engine.queued else 0", "0"),
+    "ONE_LANDING": _one("storm", MAIL, _TURNS, "(source.stride[0], 0)"),
+    "ONE_LANDING_QUEUED": Mistake(
+        "queues",
+        (
+            Edit(MAIL, "min(self._landings) if self.engine.queued else 0", "0"),
+            Edit(MAIL, "self._landings.remove(landing)", "self._landings.discard(landing)"),
+        ),
+    ),
     # sums of outstanding rounds have one sending buffer, which puts read when they like
-    "ONE_SOURCE": Mistake("late reads", (Edit(MAIL, _TURNS, "turns = [0, to.stride[0]]"), HASTY)),
+    "ONE_SOURCE": Mistake("late reads", (Edit(MAIL, _TURNS, "(0, to.stride[0])"), HASTY)),
     # landings are free before they are read
     "FREE_EARLY": _one("storm", NODES, _UNPACK, "        self.mail.free(Channel.FRAMES)\n" + _UNPACK),
     "FREE_EARLY_SUMS": _one("storm", MAIL, _SUM, "        self.free(Channel.SUMS)\n" + _SUM),
@@ -105,7 +111,7 @@ MISTAKES = {
         NODES,
         _IDS,
         _IDS + "            weights = pending.keep_alive[1]\n"
-        "            into = Frame(QuantizedRows(ids, None, None), ids, weights)\n"
+        "            into = Frame(QuantizedRows(ids, None, None), ids, weights, ())\n"
         "            self.mail.unpack(into, self.cfg.frame_rows(pending.frame))\n",
     ),
     # the own node's sums are read from where those of the last round are
@@ -167,6 +173,7 @@ FOUND = {
     "a landing that is written before it is free": ("NO_FREE_WAIT", "NO_FREE_WAIT", "MAIL_NO_FREE_WAIT"),
     "one that is written a round too early": ("FREE_BEFORE", "FREE_BEFORE", ""),
     "the same, of sums": ("FREE_BEFORE", "FREE_BEFORE_SUMS", ""),
+    "one that depends on the length of the frame, of an engine that does not look at ABORT": ("MOVED", "", ""),
     "a landing that is free before it is read": ("FREE_EARLY", "FREE_EARLY", ""),
     "the same, of a landing of sums": ("FREE_EARLY", "FREE_EARLY_SUMS", ""),
     "a header that is not compared": ("NO_HEADER", "NO_HEADER", "MAIL_NO_HEADER"),
