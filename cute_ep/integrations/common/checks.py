@@ -128,12 +128,12 @@ def mode(name: str, mode: object) -> None:
     require(good, "{} = {!r}: must be 'partial' or 'exact'", name, mode, error=EPConfigError)
 
 
-def group(name: str, group: object) -> None:
-    """EPConfigError unless it is a process group that no more ranks have than communicators serve."""
+def group(name: str, group: object, most: int = MAX_RANKS) -> None:
+    """EPConfigError unless it is a process group of at most so many ranks."""
     if not (callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None))):
         raise EPConfigError(f"{name} = {type(group).__name__}: must be a torch.distributed process group")
-    if group.size() > MAX_RANKS:  # type: ignore[attr-defined]
-        raise EPConfigError(f"{name}.size() = {group.size()}: must not exceed {MAX_RANKS} ranks")  # type: ignore[attr-defined]
+    ranks = group.size()  # type: ignore[attr-defined]
+    require(ranks <= most, "{}.size() = {}: must not exceed {} ranks", name, ranks, most, error=EPConfigError)
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from cute_ep.integrations.common.halves import Halves, Hook
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import EventOverlap, Pooled, Rows, without_gradients
 from cute_ep.integrations.deep_ep.rows import find_sources
-from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
+from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOKENS_PER_RANK
 from cute_ep.runtime.pool import Hold
 
 NAMES: Names = {
@@ -49,6 +49,8 @@ class LowLatencyHandle(_Fields):
 
 class LowLatency(Pooled):
     """The calls of low-latency mode, over the communicators of a group. All runs on the current stream."""
+
+    most_ranks = MAX_EXPERTS  # over nodes
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
@@ -140,8 +142,7 @@ class LowLatency(Pooled):
 
         # a copy, since combine reads them again; not narrowed, since the kernel checks them
         sent = as_rows(x), topk_idx.clone(memory_format=torch.contiguous_format), None
-        frame, hooked = most if nodes else None, return_recv_hook
-        hook = self._halves.dispatch(communicator, DISPATCH, sent, out, received, hooked=hooked, frame=frame)
+        hook = self._halves.dispatch(communicator, DISPATCH, sent, out, received, hooked=return_recv_hook, frame=most)
         return calls.paired(blocks.rows, blocks.scales), out.row_counts, handle, calls.finished(async_finish), hook
 
     @without_gradients

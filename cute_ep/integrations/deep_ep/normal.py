@@ -86,6 +86,11 @@ class Route:
     of_words: dict[int, Returned] = field(default_factory=dict)
 
     @property
+    def frame(self) -> int:
+        """Of dispatches along it: over nodes their tokens count nodes in frames of so many rows."""
+        return max(self.tokens, 1)
+
+    @property
     def sent(self) -> Returned:
         """`of_rows`, behind the dispatch."""
         assert self.of_rows is not None
@@ -125,6 +130,11 @@ class NormalMode:
         """For `EPConfig`; the first time it is collective."""
         return self._pool.ranks_per_node if self._over_nodes else None
 
+    @property
+    def nodes(self) -> int:
+        """How many there are; as `ranks_per_node`."""
+        return self._pool.size // (self.ranks_per_node or self._pool.size)
+
     def exchange(self, counts: torch.Tensor) -> Counting:
         """Have all ranks know this one's `RouteCounts.counts`; the host does not wait yet."""
         asked: dict[str, Any] = {"opening": self._opening, "timeout_s": self._timeout_s}
@@ -134,9 +144,14 @@ class NormalMode:
 
     def config(self, hidden: int, route: Route, *, scaled: bool) -> EPConfig:
         """Of rows of `hidden` elements, FP8 if `scaled`, along a route. EPInputError: a size breaks its rule."""
-        sizes = hidden, route.experts, route.routes.ids.shape[1], route.tokens, self._pool.size
+        sizes = hidden, route.experts, route.routes.ids.shape[1]
+        return self._config(sizes, route, scaled=scaled, **route.order)
+
+    def _config(self, sizes: tuple[int, int, int], route: Route, *, scaled: bool = False, **order: Any) -> EPConfig:
+        """Of hidden, experts and entries of a token, for the tokens of a route."""
         options = {"timeout_s": self._timeout_s, "ranks_per_node": self.ranks_per_node}
-        return self._made(self.names, sizes, **options, **route.order, **FORMATS[scaled])
+        every = *sizes, route.tokens, self._pool.size
+        return self._made(self.names, every, **options, **order, **FORMATS[scaled])
 
     def place(self, route: Route, table: torch.Tensor) -> None:
         """Find where a batch over nodes has the rows of a route. `table`: [R, words], of each rank how many it sends to
@@ -187,8 +202,8 @@ class NormalMode:
         out = buffers_for(communicator, rows)
         if weights is not None and not exact:
             out.row_weights.zero_()
-        frame = max(route.tokens, 1) if cfg.nodes > 1 else None
-        batch = communicator.dispatch(checks.as_rows(x), route.routes.ids, weights, scales=wire, out=out, frame=frame)
+        given = checks.as_rows(x), route.routes.ids, weights
+        batch = communicator.dispatch(*given, scales=wire, out=out, frame=route.frame)
         factors = None
         if scales is not None and batch.scales is not None:
             factors = route.by_source(batch.scales[:rows].contiguous().view(scales.dtype), rows)
@@ -210,18 +225,14 @@ class NormalMode:
 
     def combine_weights(self, weights: torch.Tensor, route: Route) -> torch.Tensor:
         """[T, K] float32: sums of [rows, K] weights over ranks, in their order."""
-        words, ranks = whole_vectors(weights), self._pool.size
-        width, goes, of_words = words.shape[1], route.routes.goes, route.of_words
+        words, of_words = whole_vectors(weights), route.of_words
+        width, last_ids = words.shape[1], route.routes.last_ids
         if width not in of_words or of_words[width].hold.communicator.closed:
-            experts = ranks * (ranks // (self.ranks_per_node or ranks))  # one of each rank, for each node
-            sizes = width * 2, experts, ranks, route.tokens, ranks
-            options = BY_RANK | FORMATS[False] | {"ranks_per_node": self.ranks_per_node}
-            communicator = self._connect(self._made(self.names, sizes, timeout_s=self._timeout_s, **options))
-            nothing = torch.zeros((len(goes), width * 2), dtype=torch.bfloat16, device=weights.device)
-            of_rank = torch.arange(0, experts, experts // ranks, dtype=torch.int32, device=goes.device)
-            ids = torch.where(goes, of_rank, -1)
-            frame = max(route.tokens, 1) if communicator.cfg.nodes > 1 else None
-            batch = communicator.dispatch(nothing, ids, out=buffers_for(communicator, route.rows), frame=frame)
+            # an entry of each rank that a token goes to, ascending behind those that there are not
+            ids = last_ids.sort(1).values[:, -self._pool.size :].contiguous()
+            communicator = self._connect(self._config((width * 2, route.experts, ids.shape[1]), route, **BY_RANK))
+            nothing = torch.zeros((len(ids), width * 2), dtype=torch.bfloat16, device=weights.device)
+            batch = communicator.dispatch(nothing, ids, out=buffers_for(communicator, route.rows), frame=route.frame)
             kept = batch.without_rows().derived(topk_ids=ids)
             of_words[width] = Returned(self._pool.hold(communicator), kept)
         communicator, batch = self._home(of_words[width])
