@@ -67,9 +67,10 @@ class CuteEPBatched(CuteEPLayer):
             require(slots % SLOTS == 0, rule, made, slots, SLOTS, error=EPConfigError)
         kind: FormatName = "fp8_pow2" if self._packed else "fp8"
         sizes = cfg.hidden, cfg.num_experts, cfg.top_k, tokens, ranks
-        return block_config(NAMES, sizes, kind, error=EPConfigError, timeout_s=cfg.timeout_s)
+        options = {"timeout_s": cfg.timeout_s, "ranks_per_node": cfg.ranks_per_node}
+        return block_config(NAMES, sizes, kind, error=EPConfigError, **options)
 
-    def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor) -> Sending:
+    def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor, tokens: int) -> Sending:
         cfg, quant = self._cfg, given.quant_config
         assert cfg.block_rows is not None
         blocks = Blocks(self._connected(), cfg.block_rows, packed=self._packed)
@@ -81,7 +82,7 @@ class CuteEPBatched(CuteEPLayer):
             made = (blocks.rows, blocks.scales) if as_it_is else _quantized(blocks, quant)
             return *made, mk.ExpertTokensMetadata(batch.row_counts, None), None, None
 
-        return (rows, given.topk_ids.contiguous(), weights), {}, blocks.out, result
+        return (rows, given.topk_ids.contiguous(), weights), None, blocks.out, result
 
 
 def _quantized(blocks: Blocks, quant: FusedMoEQuantConfig) -> tuple[Tensor, Tensor | None]:
