@@ -36,6 +36,7 @@ from cute_ep.runtime.nodes import NodesCommunicator, node_config
 from cute_ep.runtime.parts import RankParts, load_kernels, make_arena, unload_kernels
 from cute_ep.runtime.places import Place, check_initialised, check_member, check_places
 from cute_ep.runtime.rails.nccl_library import NcclLibrary
+from cute_ep.runtime.rails.network import slow_network, warn_of_slow_mail
 from cute_ep.tuning.file import find_tuning
 from cute_ep.tuning.launch_shape import Tuning
 
@@ -298,6 +299,7 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
             )
             try:
                 if cfg.nodes > 1:
+                    warn_of_slow_mail(cfg, rank, places, slow_network())
                     rail = join_rail(cfg, communicator, Library(options.library), meeting)
             except Exception:
                 communicator.free()

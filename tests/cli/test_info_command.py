@@ -14,6 +14,7 @@ from cute_ep.bench import machine
 from cute_ep.cli.info import memory_parts
 from cute_ep.cli.main import main
 from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.runtime.rails import network
 
 
 def test_info_prints_the_memory_of_a_preset_and_refuses_others(tmp_path, capsys: pytest.CaptureFixture) -> None:
@@ -81,6 +82,7 @@ def test_info_shows_devices_memory_and_who_reaches_whom(
     monkeypatch.setattr(machine, "link_matrix", lambda: [["X", "NV18"], ["NV6", "X"]])
     monkeypatch.setattr(machine, "driver_version", lambda: "580.1")
     monkeypatch.setattr(machine, "nccl_version", lambda: "2.28.9")
+    monkeypatch.setattr(network, "slow_network", lambda: "TCP sockets")
     assert main(["info", "--library", str(tmp_path), "--json", str(tmp_path / "info.json")]) == 0
     out = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│ cuda:" in line]
@@ -90,8 +92,9 @@ def test_info_shows_devices_memory_and_who_reaches_whom(
         ["cuda:0", "-", "yes NV18"],
         ["cuda:1", "no NV6", "-"],
     ]
-    assert "driver 580.1" in out and "NCCL 2.28.9" in out
+    assert "driver 580.1" in out and "NCCL 2.28.9" in out and "TCP sockets" in out
     written = json.loads((tmp_path / "info.json").read_text())
+    assert written["slow_network"] == "TCP sockets"
     assert written["machine"]["gpus"] == {"cuda:0": "NVIDIA H200", "cuda:1": "NVIDIA H200"}
     assert written["peer_access"] == [[None, True], [False, None]] and written["links"][1] == ["NV6", "X"]
     assert [gpu["free_bytes"] for gpu in written["gpus"]] == [100 * 10**9, 101 * 10**9]
