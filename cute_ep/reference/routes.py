@@ -17,7 +17,7 @@ def count_routes(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(counts, goes, ids, last_ids) of `RouteCounts`, on the device of the ids; no shape depends on these, so the host
     waits for nothing."""
-    (tokens, top_k), device = topk_ids.shape, topk_ids.device
+    topk_ids, (tokens, top_k), device = topk_ids.contiguous(), topk_ids.shape, topk_ids.device
     ids = torch.where(topk_ids == topk_ids.int(), topk_ids, NO_EXPERT).int()
     chosen = (ids >= 0) & (ids < num_experts)
     if mask:

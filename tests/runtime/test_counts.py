@@ -8,10 +8,14 @@ import torch
 from cute_ep.api.errors import EPConfigError
 from cute_ep.layouts.maps.mail import MAX_NODES
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, count_words
+from cute_ep.runtime import counts
 from cute_ep.runtime.connection import connected
 from cute_ep.runtime.counts import Counting, counting_config
 from cute_ep.runtime.routes import RouteCounts, count_routes
 from cute_ep.testing.compare import assert_bits
+from tests.reference.ranks import at_once
+
+from .emulated_nccl import over_nccl
 
 TIMEOUT_S = 30.0
 TOP_K = 3
@@ -39,8 +43,8 @@ def test_every_rank_gets_the_counts_of_all(ranks: int, per_node: int | None, tok
     by_expert = torch.stack([one.by_expert for one in given]).sum(0).view(ranks, local)
     with connected(cfg, ["cpu"] * ranks) as communicators:
         made = [Counting(communicator) for communicator in communicators]
-        for counts in ([torch.zeros_like(one.counts) for one in given], [one.counts for one in given]):
-            for counting, own in zip(made, counts, strict=True):
+        for sent in ([torch.zeros_like(one.counts) for one in given], [one.counts for one in given]):
+            for counting, own in zip(made, sent, strict=True):
                 counting.exchange(own)
         for rank, counting in enumerate(made):
             got = counting.wait(experts)
@@ -48,6 +52,26 @@ def test_every_rank_gets_the_counts_of_all(ranks: int, per_node: int | None, tok
             assert got.arriving == int(by_rank[:, rank].sum())
             assert got.tokens == max(len(one.ids) for one in given)
             assert_bits(counting.by_rank(), torch.stack([one.counts for one in given]), f"table of rank {rank}")
+
+
+def test_messages_of_several_tokens_travel_by_mail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the communicators of GPUs, with emulated kernels, where a token may have two entries."""
+    monkeypatch.setattr(counts, "MAX_TOP_K", 2)
+    counting_config.cache_clear()
+    cfg = counting_config(16, 6, TIMEOUT_S, 2)
+    counting_config.cache_clear()
+    assert (cfg.max_tokens_per_rank, cfg.top_k) == (3, 2)
+    given = torch.arange(6 * 16, dtype=torch.int32).view(6, 16)
+
+    def exchange(rank: int) -> torch.Tensor:
+        counting = Counting(made[rank])
+        for number in range(3):
+            counting.exchange(given[rank] + number)
+        return counting.by_rank()
+
+    with over_nccl(cfg) as (made, _):
+        for rank, table in enumerate(at_once(range(6), exchange)):
+            assert_bits(table, given + 2, f"table of rank {rank}")
 
 
 def test_any_number_of_nodes_that_gpus_serve_can_count() -> None:

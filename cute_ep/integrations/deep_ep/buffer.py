@@ -7,12 +7,12 @@ import torch.distributed as dist
 
 from cute_ep import EPConfigError, EPInputError, memory_bytes
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import as_rows, require, roomy_config
+from cute_ep.integrations.common.checks import require, roomy_config
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import Config, EventHandle, EventOverlap, Rows, without_gradients
 from cute_ep.integrations.deep_ep.layout import GivenLayout, check_layout, routes_of, tokens_by_node
 from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
-from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, entries_of
+from cute_ep.integrations.deep_ep.normal import Bias, Handle, NormalMode, Route, entries_of
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K
 
 HANDLE = "what dispatch returned, not a copy of its parts"
@@ -184,7 +184,7 @@ class Buffer(LowLatency):
             require(topk_idx is not None, "num_worst_tokens = {}: must be 0 without topk_idx", room)
             rule = "num_worst_tokens = {}: must be at least {} * {} tokens"
             require(tokens <= -(-room // ranks), rule, room, ranks, tokens)
-        routes, of = (known, experts) if known is not None else routes_of(*layout, mode.nodes)
+        routes, of = (known, experts) if known is not None else routes_of(layout, mode.nodes)
         route = Route(routes, of, max(tokens, -(-room // ranks)), room, own=known is None)
         cfg = mode.config(hidden, route, scaled=scaled)
         counting, received = mode.exchange(routes.counts), []
@@ -213,7 +213,7 @@ class Buffer(LowLatency):
         x: torch.Tensor,
         handle: tuple,
         topk_weights: torch.Tensor | None = None,
-        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        bias: Bias = None,
         config: Config | None = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
@@ -223,15 +223,9 @@ class Buffer(LowLatency):
         bfloat16, in the order of the dispatch's rows, `topk_weights` [n, K] float32 to add up as well, `bias` up to two
         [T, hidden] bfloat16 to add. Returns [T, hidden] bfloat16; [T, K] float32, or None; the event."""
         self._begin(previous_event, async_finish, allocate_on_comm_stream)
-        route, device = checks.kind("handle", handle, Handle, HANDLE).route, self._pool.device
-        biases = self._normal.check_combine(x, route.rows, bias, route)
-        if topk_weights is not None:
-            shape = route.rows, None
-            checks.given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=device)
-            checks.integer("topk_weights.shape[1]", topk_weights.shape[1], 1, MAX_TOP_K)
-        out = self._normal.combine(as_rows(x), route, biases)
-        weights = None if topk_weights is None else self._normal.combine_weights(topk_weights, route)
-        return out, weights, calls.finished(async_finish)
+        route = checks.kind("handle", handle, Handle, HANDLE).route
+        home = self._normal.bring_home(x, route, bias, topk_weights, (route.rows, None))
+        return *home, calls.finished(async_finish)
 
 
 calls.refuse(Buffer, "internode_dispatch internode_combine get_local_buffer_tensor low_latency_update_mask_buffer")

@@ -14,6 +14,8 @@ from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOP_K
 from cute_ep.runtime.routes import RouteCounts, count_routes
 from cute_ep.torch_internals import version_of
 
+Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""[R] tokens by rank, [T, R] whether a token goes to a rank, [E] entries by expert, [T, K] entries."""
 _GIVEN = WeakTensorKeyDictionary()
 """The `GivenLayout` of each `goes` that is still alive."""
 
@@ -53,12 +55,7 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
-def check_layout(
-    layout: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-    ranks: int,
-    nodes: int,
-    device: torch.device,
-) -> None:
+def check_layout(layout: Layout, ranks: int, nodes: int, device: torch.device) -> None:
     """EPInputError unless `routes_of` takes these, which `get_dispatch_layout` has not made."""
     by_rank, goes, by_expert, topk_idx = layout
     checks.given("num_tokens_per_rank", by_rank, shape=(ranks,), dtype=checks.ID_TYPES, device=device)
@@ -75,12 +72,11 @@ def check_layout(
         checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K - ranks, experts))
 
 
-def routes_of(
-    by_rank: torch.Tensor, goes: torch.Tensor, by_expert: torch.Tensor, topk_idx: torch.Tensor | None, nodes: int
-) -> tuple[RouteCounts, int]:
+def routes_of(layout: Layout, nodes: int) -> tuple[RouteCounts, int]:
     """Entries that bring each token where `goes` [T, R] says, with the caller's `counts`, and out of how many experts
     they are: [T, K] given ones, but for those of other ranks, then one for each rank. Ids out of range stay so. Behind
     its given experts each rank has one for each node, since a node needs as many experts as a token has entries."""
+    by_rank, goes, by_expert, topk_idx = layout
     (tokens, ranks), num_experts = goes.shape, by_expert.shape[0]
     given = 0 if topk_idx is None else num_experts // ranks
     local = given + nodes

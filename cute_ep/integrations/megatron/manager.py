@@ -17,7 +17,6 @@ from cute_ep.api.types import CombineMode
 from cute_ep.integrations.common import checks, pools
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS
 from cute_ep.ops.row_weights import SCALAR_HIDDEN, dispatch_weighted
-from cute_ep.runtime.routes import count_routes
 
 LOG = logging.getLogger(__name__)
 FEWER = "lower --micro-batch-size, or raise --context-parallel-size"
@@ -98,11 +97,10 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         checks.most("hidden_states.shape[0]", tokens, FEWER)
         checks.require(tokens == routed, "hidden_states.shape[0] = {}: must be {}, as of routing_map", tokens, routed)
         checks.given("routing_map", self.token_indices, device=ranks.device)
-        sizes, nodes = (self.num_experts, self.router_topk), ranks.ranks_per_node
-        made = {"row_alignment": self.row_alignment, "ranks_per_node": nodes}
-        pools.config_for(ranks, NAMES, (hidden, *sizes, tokens), **made)
-        routes = count_routes(self.token_indices, self.num_experts, self.group.size())
-        counts = ranks.exchange_counts(routes, self.num_experts, sms=sms, ranks_per_node=nodes)
+        sizes = self.num_experts, self.router_topk
+        made = {"row_alignment": self.row_alignment, "ranks_per_node": ranks.ranks_per_node}
+        cfg = pools.config_for(ranks, NAMES, (hidden, *sizes, tokens), **made)
+        counts, _ = ranks.exchange_counts(self.token_indices, cfg, sms)
         every = counts.padded(self.row_alignment)
         self.tokens_per_expert = torch.tensor(every, device="cpu")
         comm, scalars = (

@@ -15,7 +15,6 @@ from cute_ep.integrations.common.checks import FLOATS, as_rows, named_config, re
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, max_rows
-from cute_ep.runtime.routes import count_routes
 
 versions.require("sglang", (0, 5, 23), (0, 5, 24))
 
@@ -122,8 +121,7 @@ class CuteEPDispatcher(BaseDispatcher):
             together = self._tokens_of_all(tokens)
             room = max_rows(together * cfg.top_k, cfg.local_experts, ALIGNMENT)
         else:
-            routes = count_routes(ids, cfg.num_experts, cfg.world_size)
-            counts = ranks.exchange_counts(routes, cfg.num_experts, sms=_sms(), timeout_s=TIMEOUT_S)
+            counts, routes = ranks.exchange_counts(ids, cfg, _sms())
             room, ids = sum(counts.padded(ALIGNMENT)), routes.ids
         out = DispatchBuffers.carve(communicator.cfg, communicator.device, room)
         batch = communicator.dispatch(as_rows(hidden_states), ids, weights, out=out)

@@ -18,7 +18,6 @@ from cute_ep.integrations.vllm.layer import CuteEPLayer, PrepareInput, Sending, 
 from cute_ep.integrations.vllm.manager import DEFAULTS, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import max_rows
-from cute_ep.runtime.routes import count_routes
 
 
 class CuteEPStandard(CuteEPLayer):
@@ -93,10 +92,7 @@ class CuteEPStandard(CuteEPLayer):
         cfg = self._cfg
         most, first = self._most_rows(tokens, cfg.top_k), self._is_first()
         if most > self._options.static_rows and not self._manager.pool.capturing():
-            routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size)
-            asked = {"sms": self._options.sms, "timeout_s": self._options.timeout_s}
-            nodes = cfg.ranks_per_node
-            counts = self._manager.pool.exchange_counts(routes, cfg.num_experts, **asked, ranks_per_node=nodes)
+            counts, routes = self._manager.pool.exchange_counts(topk_ids, cfg, self._options.sms)
             if first:
                 return self._reserved_rows(), None, routes.ids
             entries = torch.tensor(counts.entries, dtype=torch.int32, device="cpu")
