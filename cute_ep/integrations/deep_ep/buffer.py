@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from cute_ep import EPConfigError, EPInputError, memory_bytes
+from cute_ep import EPInputError, memory_bytes
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import require, roomy_config
+from cute_ep.integrations.common.checks import demand, require, roomy_config
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import Config, EventHandle, EventOverlap, Rows, without_gradients
 from cute_ep.integrations.deep_ep.layout import GivenLayout, check_layout, routes_of, tokens_by_node
@@ -47,9 +47,8 @@ class Buffer(LowLatency):
         comm: object | None = None,
     ) -> None:
         rule = "group: must be a torch.distributed process group, and comm None (there is no MPI)"
-        require(group is not None and comm is None, rule, error=EPConfigError)
-        rule = "enable_shrink = True: must be False, a group keeps all its ranks"
-        require(not enable_shrink, rule, error=EPConfigError)
+        demand(group is not None and comm is None, rule)
+        demand(not enable_shrink, "enable_shrink = True: must be False, a group keeps all its ranks")
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         super().__init__(group)

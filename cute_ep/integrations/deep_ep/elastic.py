@@ -8,7 +8,7 @@ import torch.distributed as dist
 from cute_ep import EPConfigError, EPError, EPInputError, memory_bytes
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.blocks import columns_first
-from cute_ep.integrations.common.checks import named_config, require
+from cute_ep.integrations.common.checks import demand, named_config, require
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import EventHandle, EventOverlap, Pooled, Rows, without_gradients
 from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle, Layout
@@ -57,9 +57,8 @@ class ElasticBuffer(Pooled):
         num_gpu_timeout_secs: int = 100,
         explicitly_destroy: bool = False,
     ) -> None:
-        require(group is not None, "group: must be a torch.distributed process group", error=EPConfigError)
-        rule = "num_cpu_bytes = {}: must be 0, buffers are on GPUs only"
-        require(not num_cpu_bytes, rule, num_cpu_bytes, error=EPConfigError)
+        demand(group is not None, "group: must be a torch.distributed process group")
+        demand(not num_cpu_bytes, "num_cpu_bytes = {}: must be 0, buffers are on GPUs only", num_cpu_bytes)
         most = num_max_tokens_per_rank
         checks.integer("num_max_tokens_per_rank", most, 0, MAX_TOKENS_PER_RANK, error=EPConfigError)
         checks.seconds("num_gpu_timeout_secs", num_gpu_timeout_secs)

@@ -18,7 +18,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_may
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
 from cute_ep.api.tensors import overlap
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import FLOATS, as_rows, require
+from cute_ep.integrations.common.checks import FLOATS, as_rows, demand, require
 from cute_ep.integrations.common.halves import Hook
 from cute_ep.integrations.common.pools import OwnSizes
 from cute_ep.integrations.vllm.manager import DEFAULTS, NAMES, WORDS, CuteEPAll2AllManager, Options
@@ -93,7 +93,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         hidden, own = self._cfg.hidden, fused_experts.output_hidden_dim(self._cfg.hidden)
         rule = "must be {}, rows are not padded here; choose other experts, such as --moe-backend marlin"
         given = f"{type(fused_experts).__name__}.output_hidden_dim({hidden}) = {own}"
-        require(own == hidden, f"{given}: {rule}", hidden, error=EPConfigError)
+        demand(own == hidden, f"{given}: {rule}", hidden)
         blocks, quant = fused_experts.quant_config.block_shape, fused_experts.quant_config
         square = blocks is not None and list(blocks) == [FP8.block, FP8.block]
         fp8 = square and quant.quant_dtype == torch.float8_e4m3fn and not quant.is_scale_transposed

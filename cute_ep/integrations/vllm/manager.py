@@ -44,7 +44,7 @@ class Options:
         checks.integer(rows, self.static_rows, 0, error=EPConfigError)
         checks.seconds(timeout, self.timeout_s)
         good = self.sms is None or (is_integer(self.sms) and self.sms > 0)
-        checks.require(good, "{} = {!r}: must be a positive integer or None", sms, self.sms, error=EPConfigError)
+        checks.demand(good, "{} = {!r}: must be a positive integer or None", sms, self.sms)
 
     @classmethod
     def of(cls, additional: Any) -> Self:
