@@ -98,6 +98,24 @@ def test_backward_passes_send_frames_of_their_forward_passes(cfg: EPConfig, emul
     assert frames_of(one.cfg, program, emulated) == [[3, 40, 7, 3, 40, 7]] * cfg.world_size
 
 
+def test_slices_of_returned_rows_are_remembered_by_frames() -> None:
+    """A node's launch shape depends on the rows of all frames, not on this rank's tokens."""
+    one = given(NODES, (3,) * 4, "masked")
+
+    def program(rank: int, comm: str) -> None:
+        dispatch = communicator_of(comm).dispatch
+
+        def dispatched(*arguments: Any, frame: int, **named: Any) -> Any:
+            return replace(dispatch(*arguments, frame=frame, **named), return_slices_log2=frame % 4)
+
+        communicator_of(comm).dispatch = dispatched  # type: ignore[method-assign]
+        sent = one.x[rank].bfloat16(), one.ids[rank], one.weights[rank], comm
+        batches = [cute_ep.ops.dispatch(*sent, frame=frame) for frame in (5, 3)]
+        assert [batch.dispatched().return_slices_log2 for batch in batches] == [1, 3]
+
+    on_all_ranks(NODES, program)
+
+
 def test_batches_in_given_memory_have_frames() -> None:
     one = given(NODES, (3,) * 4, "masked")
 
