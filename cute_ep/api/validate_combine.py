@@ -73,7 +73,7 @@ def check_batch(origin: Origin, dispatched: Dispatched) -> None:
             "dispatched.weights", dispatched.weights, shape=routed_shape(cfg), dtype=torch.float32, device=device
         )
     if cfg.nodes > 1:
-        shape = routed_shape(cfg)[1:]
+        shape = None, cfg.top_k
         check_tensor("dispatched.frame_ids", dispatched.frame_ids, shape=shape, dtype=torch.int32, device=device)
     ids = dispatched.topk_ids
     check_tensor("dispatched.topk_ids", ids, shape=(None, cfg.top_k), dtype=ID_TYPES, device=device)
@@ -82,6 +82,16 @@ def check_batch(origin: Origin, dispatched: Dispatched) -> None:
             f"dispatched.topk_ids.shape[0] = {ids.shape[0]}: must not exceed max_tokens_per_rank = "
             f"{cfg.max_tokens_per_rank} tokens"
         )
+    if cfg.nodes > 1:
+        assert dispatched.frame_ids is not None
+        frame, rows = cfg.frame_rows(dispatched.frame), dispatched.frame_ids.shape[0]
+        most = min(cfg.max_tokens_per_rank, rows // cfg.nodes)
+        if not (is_integer(frame) and max(ids.shape[0], 1) <= frame <= most):
+            least = f"dispatched.topk_ids.shape[0] = {ids.shape[0]}" if len(ids) else "1"
+            raise EPInputError(
+                f"dispatched.frame = {frame!r}: must be an integer from {least} to {most}, which the {rows} rows of "
+                f"dispatched.frame_ids hold for each of {cfg.nodes} nodes"
+            )
 
 
 def check_sent(origin: Origin, dispatched: Dispatched, mode: str) -> None:

@@ -87,6 +87,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def all_facts(shape: Preset, configs: dict[int, EPConfig], library: Library, command: str) -> dict:
     """What the tables show, in bytes and seconds, for a file of JSON."""
     from cute_ep.bench.machine import environment, link_matrix, nvshmem_found
+    from cute_ep.runtime.rails.network import slow_network
 
     gpus = gpu_facts()
     return {
@@ -96,6 +97,7 @@ def all_facts(shape: Preset, configs: dict[int, EPConfig], library: Library, com
         "links": link_matrix() if gpus else None,
         "sharing": sharing(len(gpus)),
         "nvshmem": nvshmem_found(),
+        "slow_network": slow_network(),
         "libraries": library_facts(library),
         "kernels": kernel_counts(list(library.entries.values())),
         "memory": {
@@ -181,6 +183,7 @@ def print_devices(console: Console) -> None:
     import torch
 
     from cute_ep.bench.machine import driver_version, link_matrix, nccl_version, nvshmem_found
+    from cute_ep.runtime.rails.network import slow_network
 
     gpus = gpu_facts()
     if not gpus:
@@ -201,6 +204,8 @@ def print_devices(console: Console) -> None:
         table.add_row(gpu["device"], gpu["name"], gpu["architecture"], str(gpu["sms"]), *sizes)
     print_table(console, table)
     print_table(console, sharing_table(sharing(len(gpus))))
+    if slow := slow_network():
+        console.print(slow, highlight=False)
     if len(gpus) == 1:
         return
     links, access = link_matrix(), peer_access(len(gpus))

@@ -150,12 +150,13 @@ class MoELayer(Connected):
                 if bias is not None:
                     bias.zero_()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, frame: int | None = None) -> Tensor:
         """The weighted sum of each token's experts, and the shared expert's output.
 
         Args:
             x: [..., hidden] bfloat16, float16 or float32 on the layer's device, at most `cfg.max_tokens_per_rank`
                 tokens; travels as bfloat16, or in the layer's format.
+            frame: as of `cute_ep.ops.dispatch`.
 
         Returns:
             A tensor like `x`.
@@ -168,7 +169,7 @@ class MoELayer(Connected):
         self._check_tokens(x)
         tokens = x.reshape(-1, self.cfg.hidden)
         topk_ids, router_weights = self.router(tokens)
-        routed = tokens, topk_ids, router_weights, self._capacity_behind_router()
+        routed = tokens, topk_ids, router_weights, self._capacity_behind_router(), frame
         if self.shared is None:
             return self._experts(*routed).view(x.shape)
         side = self._side_stream(tokens)
@@ -180,12 +181,12 @@ class MoELayer(Connected):
             out = self._combine(batch, x.dtype)
         return (out + shared).view(x.shape)
 
-    def experts(self, x: Tensor, topk_ids: Tensor, router_weights: Tensor) -> Tensor:
+    def experts(self, x: Tensor, topk_ids: Tensor, router_weights: Tensor, frame: int | None = None) -> Tensor:
         """Dispatch, the experts and combine, for a routing of your own. In format bf16 differentiable in tokens, router
         weights and the experts' parameters.
 
         Args:
-            x: [T, hidden], as of `forward`.
+            x, frame: [T, hidden], as of `forward`.
             topk_ids: [T, top_k] int32 or int64; -1 masks an entry.
             router_weights: [T, top_k] of a floating type.
 
@@ -195,13 +196,17 @@ class MoELayer(Connected):
         Raises:
             EPInputError, EPConfigError, EPError, EPTimeout: as `forward`.
         """
-        return self._experts(x, topk_ids, router_weights, self.capacity)
+        return self._experts(x, topk_ids, router_weights, self.capacity, frame)
 
-    def _experts(self, x: Tensor, topk_ids: Tensor, router_weights: Tensor, capacity: int | None) -> Tensor:
+    def _experts(
+        self, x: Tensor, topk_ids: Tensor, router_weights: Tensor, capacity: int | None, frame: int | None
+    ) -> Tensor:
         """`experts`, with room for so many rows."""
-        return self._combine(self._dispatch(x, topk_ids, router_weights, capacity), x.dtype)
+        return self._combine(self._dispatch(x, topk_ids, router_weights, capacity, frame), x.dtype)
 
-    def _dispatch(self, x: Tensor, topk_ids: Tensor, router_weights: Tensor, capacity: int | None) -> cute_ep.ops.Batch:
+    def _dispatch(
+        self, x: Tensor, topk_ids: Tensor, router_weights: Tensor, capacity: int | None, frame: int | None
+    ) -> cute_ep.ops.Batch:
         """The first part of `experts`, with room for so many rows."""
         self._check_tokens(x)
         routed = (x.shape[0], self.cfg.top_k)
@@ -217,7 +222,7 @@ class MoELayer(Connected):
         comm = self._connected_name()
         given = x.to(torch.bfloat16), topk_ids, router_weights.float(), comm
         scale = self._scale_on_device()
-        return cute_ep.ops.dispatch(*given, input_scale=scale, capacity=capacity)
+        return cute_ep.ops.dispatch(*given, input_scale=scale, capacity=capacity, frame=frame)
 
     def _combine(self, batch: cute_ep.ops.Batch, dtype: torch.dtype) -> Tensor:
         """The second part of `experts`."""

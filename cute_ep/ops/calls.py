@@ -24,8 +24,9 @@ from cute_ep.ops.registry import communicator_of, registered
 class Batch(NamedTuple):
     """One rank's share of a dispatched batch as plain tensors: those of `DispatchBuffers`, and these.
 
-    Tensors that the configuration has not are empty. Rows behind the last one and their `src_info` hold anything, and
-    so does `row_map` of tokens that do not exist, unless dispatch was told to clear them.
+    Tensors that the configuration has not are empty, and `frame_ids` has the rows of the batch's frames. Rows behind
+    the last one and their `src_info` hold anything, and so does `row_map` of tokens that do not exist, unless dispatch
+    was told to clear them.
 
     Attributes:
         comm: name of the communicator.
@@ -100,6 +101,7 @@ def dispatch(
     input_scale: Tensor | None = None,
     capacity: int | None = None,
     clear: bool = False,
+    frame: int | None = None,
 ) -> Batch:
     """As `EPCommunicator.dispatch`, differentiable in `x`. The backward pass makes a combine in partial mode.
 
@@ -110,6 +112,7 @@ def dispatch(
         input_scale: as there, but a tensor, no number.
         capacity: rows of the batch; None: as many as any routing can bring, `cfg.max_rows`. If more come, all rows of
             this rank are lost.
+        frame: as there; the backward passes of this call and of combine send frames of as many rows.
         clear: write zeros to all rows first, which takes time. False is for what reads only rows within `row_offsets`,
             as grouped matmuls and their gradients do.
 
@@ -126,7 +129,7 @@ def dispatch(
         call = torch.ops.cute_ep.dispatch
     else:
         call = library.dispatch
-    made = call(x, topk_ids, sent, input_scale, comm, capacity, clear, _order(comm, x))
+    made = call(x, topk_ids, sent, input_scale, comm, capacity, clear, frame, _order(comm, x))
     return Batch(comm, topk_ids, router_weights, *made)
 
 
@@ -167,11 +170,13 @@ def dispatch_into(
     buffers: DispatchBuffers,
     *,
     input_scale: Tensor | None = None,
+    frame: int | None = None,
 ) -> Batch:
     """`dispatch` into memory of the caller, which it overwrites. Computes no gradient.
 
     Args:
         buffers: what `EPCommunicator.allocate` returned. Rows behind the last one keep what they held.
+        frame: as of `dispatch`.
 
     Returns:
         The batch in these buffers, until another call is given them.
@@ -183,11 +188,12 @@ def dispatch_into(
     tensors = [getattr(buffers, name) for name in BUFFERS]
     if needs_op(x=x, topk_ids=topk_ids, router_weights=router_weights):
         order = _order(comm, x)
-        torch.ops.cute_ep.dispatch_out(x, topk_ids, router_weights, input_scale, comm, order, *tensors)
+        torch.ops.cute_ep.dispatch_out(x, topk_ids, router_weights, input_scale, comm, frame, order, *tensors)
     else:
-        library.dispatch_into(x, topk_ids, router_weights, input_scale, comm, buffers)
+        library.dispatch_into(x, topk_ids, router_weights, input_scale, comm, frame, buffers)
     tensors = [x.new_empty(0) if tensor is None else tensor for tensor in tensors]
-    return Batch(comm, topk_ids, router_weights, *tensors)
+    batch = Batch(comm, topk_ids, router_weights, *tensors)
+    return batch if frame is None else batch._replace(frame_ids=batch.frame_ids[: registered(comm).nodes * frame])
 
 
 def combine_into(rows: Tensor, batch: Batch, out: Tensor, mode: CombineMode = "partial") -> Tensor:

@@ -61,7 +61,7 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Callable, *inputs: Any) -> tuple[Tensor, ...]:
-        _, topk_ids, _, _, comm, _, _, order = inputs
+        _, topk_ids, _, _, comm, *_, order = inputs
         check_differentiable(comm)
         output = call(*inputs)
         ctx.comm, ctx.order = comm, order
@@ -76,7 +76,7 @@ class Dispatch(torch.autograd.Function):
         topk_ids, *batch, weights, frame_ids = ctx.saved_tensors
         ones, travelled = ones_for(topk_ids, weights)
         read = grad_tokens, topk_ids, ones, *batch, travelled, frame_ids
-        return None, torch.ops.cute_ep.combine(*read, ctx.comm, "partial", torch.bfloat16, ctx.order), *[None] * 7
+        return None, torch.ops.cute_ep.combine(*read, ctx.comm, "partial", torch.bfloat16, ctx.order), *[None] * 8
 
 
 class Combine(torch.autograd.Function):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from cute_ep.adjoints import inner_products, weighted
-from cute_ep.api.buffers import BUFFERS, DispatchBuffers, buffer_shapes, rows_for
+from cute_ep.api.buffers import BUFFERS, DispatchBuffers, buffer_shapes, rows_for, tensors_of
+from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.tensors import takes_strides
@@ -23,6 +24,7 @@ from cute_ep.ops.registry import communicator_of, registered
 OLDEST_TORCH = "2.10"
 NAMESPACE = "cute_ep"
 SENT = "Tensor x, Tensor topk_ids, Tensor? router_weights, Tensor? input_scale, str comm"
+RECEIVED = ", ".join(["Tensor"] * len(BUFFERS))
 WRITTEN = ", ".join(f"Tensor(a{index}!)? {name}" for index, name in enumerate(BUFFERS))
 KEPT = (
     "Tensor topk_ids, Tensor? router_weights, Tensor row_offsets, Tensor row_map, Tensor headers, Tensor weights, "
@@ -31,10 +33,10 @@ KEPT = (
 """What combine reads of a batch."""
 ORDER = "Tensor(z!) order"
 SCHEMAS = {
-    "dispatch": f"({SENT}, SymInt? capacity, bool clear, {ORDER}) -> ({', '.join(['Tensor'] * len(BUFFERS))})",
+    "dispatch": f"({SENT}, SymInt? capacity, bool clear, SymInt? frame, {ORDER}) -> ({RECEIVED})",
     "combine": f"(Tensor rows, {KEPT}, str comm, str combine_mode, ScalarType dtype, {ORDER}) -> Tensor",
     "combine_backward": f"(Tensor grad, Tensor? rows, {KEPT}, str comm, SymInt? capacity, {ORDER}) -> (Tensor, Tensor)",
-    "dispatch_out": f"({SENT}, {ORDER}, {WRITTEN}) -> ()",
+    "dispatch_out": f"({SENT}, SymInt? frame, {ORDER}, {WRITTEN}) -> ()",
     "combine_out": f"(Tensor rows, {KEPT}, str comm, str combine_mode, {ORDER}, Tensor(a!) out) -> ()",
 }
 """By name. torch has an argument `mode` of its own where it makes in-place ops functional, so none is called that."""
@@ -68,14 +70,22 @@ def dispatch_into(
     router_weights: Tensor | None,
     input_scale: Tensor | float | None,
     comm: str,
+    frame: int | None,
     buffers: DispatchBuffers,
 ) -> Dispatched:
     """Dispatch into these buffers, and remember what combine needs on the host."""
     weights = None if router_weights is None else router_weights.contiguous()
     x = x if takes_strides(x) else x.clone(memory_format=torch.contiguous_format)
-    batch = communicator_of(comm).dispatch(x, topk_ids.contiguous(), weights, input_scale, buffers)
-    registered(comm).slices[topk_ids.shape[0]] = batch.return_slices_log2
+    cfg = communicator_of(comm).cfg
+    batch = communicator_of(comm).dispatch(x, topk_ids.contiguous(), weights, input_scale, buffers, frame=frame)
+    sent = topk_ids.shape[0], None if cfg.nodes == 1 else cfg.frame_rows(frame)
+    registered(comm).slices[sent] = batch.return_slices_log2
     return batch
+
+
+def frame_of(cfg: EPConfig, frame_ids: Tensor) -> int | None:
+    """Rows of each node's frame in a batch; None on one node."""
+    return None if cfg.nodes == 1 else frame_ids.shape[0] // cfg.nodes
 
 
 def dispatch(
@@ -86,20 +96,25 @@ def dispatch(
     comm: str,
     capacity: int | None,
     clear: bool,
+    frame: int | None,
     order: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The tensors of `DispatchBuffers`, in their order; those that the configuration has not are empty. `clear`: in
-    `new_buffers`; else what dispatch leaves alone holds anything."""
+    """The tensors of `DispatchBuffers`, in their order; those that the configuration has not are empty, and `frame_ids`
+    has the rows of its frames only. `clear`: in `new_buffers`; else what dispatch leaves alone holds anything."""
     buffers = new_buffers(comm, capacity) if clear else communicator_of(comm).allocate(capacity)
-    dispatch_into(x, topk_ids, router_weights, input_scale, comm, buffers)
-    return tuple(x.new_empty(0) if (tensor := getattr(buffers, name)) is None else tensor for name in BUFFERS)
+    dispatch_into(x, topk_ids, router_weights, input_scale, comm, frame, buffers)
+    made = {name: x.new_empty(0) if tensor is None else tensor for name, tensor in tensors_of(buffers).items()}
+    if frame is not None:
+        made["frame_ids"] = made["frame_ids"][: communicator_of(comm).cfg.nodes * frame]
+    return tuple(made.values())
 
 
 def batch_of(rows: Tensor, kept: Sequence[Any], comm: str) -> Dispatched:
     """The batch of which combine returns `rows`; `kept` is KEPT. EPInputError: this process knows no such dispatch."""
     topk_ids, router_weights, row_offsets, row_map, headers, weights, frame_ids = kept
     known, tokens, communicator = registered(comm), topk_ids.shape[0], communicator_of(comm)
-    if tokens not in known.slices:
+    sent = tokens, frame_of(communicator.cfg, frame_ids)
+    if sent not in known.slices:
         raise EPInputError(
             f"topk_ids.shape[0] = {tokens}: must be the tokens of a dispatch that this process made with cute_ep.ops"
         )
@@ -111,8 +126,9 @@ def batch_of(rows: Tensor, kept: Sequence[Any], comm: str) -> Dispatched:
         rank=communicator.rank,
         topk_ids=topk_ids.contiguous(),
         router_weights=None if router_weights is None else router_weights.contiguous(),
-        return_slices_log2=known.slices[tokens],
+        return_slices_log2=known.slices[sent],
         weighted=router_weights is not None,
+        frame=sent[1],
     )
 
 
@@ -139,13 +155,14 @@ def combine_backward(grad: Tensor, rows: Tensor | None, *arguments: Any) -> tupl
         What is not wanted is empty.
     """
     *kept, comm, capacity, _ = arguments
-    communicator, (topk_ids, weights, *_) = communicator_of(comm), kept
+    communicator, (topk_ids, weights, *_, frame_ids) = communicator_of(comm), kept
     grad_rows, grad_weights = grad.new_empty(0, dtype=torch.bfloat16), grad.new_empty(0, dtype=torch.float32)
     if capacity is not None:
         buffers = communicator.allocate(capacity)
         for tensor in (buffers.tokens, buffers.row_weights):  # dispatch leaves rows behind the last one alone
             tensor.zero_()
-        batch = dispatch_into(grad.to(torch.bfloat16), topk_ids, weights, None, comm, buffers)
+        frame = frame_of(communicator.cfg, frame_ids)
+        batch = dispatch_into(grad.to(torch.bfloat16), topk_ids, weights, None, comm, frame, buffers)
         grad_rows = batch.tokens[:capacity]
         if not communicator.cfg.is_rank_major:
             grad_rows = weighted(batch.tokens, batch.row_weights)[:capacity]
@@ -162,12 +179,13 @@ def dispatch_out(
     router_weights: Tensor | None,
     input_scale: Tensor | None,
     comm: str,
+    frame: int | None,
     order: Tensor,
     *buffers: Tensor | None,
 ) -> None:
     """`dispatch` into given memory: the tensors of `DispatchBuffers`, in their order."""
     tensors: dict[str, Any] = dict(zip(BUFFERS, buffers, strict=True))
-    dispatch_into(x, topk_ids, router_weights, input_scale, comm, DispatchBuffers(**tensors))
+    dispatch_into(x, topk_ids, router_weights, input_scale, comm, frame, DispatchBuffers(**tensors))
 
 
 def combine_out(rows: Tensor, *arguments: Any) -> None:
@@ -182,9 +200,11 @@ def combine_out(rows: Tensor, *arguments: Any) -> None:
 
 def shape_dispatch(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Empty tensors as `dispatch` returns; arguments: its others."""
-    *_, comm, capacity, _, _ = arguments
+    *_, comm, capacity, _, frame, _ = arguments
     cfg = communicator_of(comm).cfg
     shapes = buffer_shapes(cfg, rows_for(cfg, capacity))
+    if cfg.nodes > 1:
+        shapes["frame_ids"] = (cfg.nodes * cfg.frame_rows(frame), cfg.top_k), torch.int32
     wanted = (shapes[name] or ((0,), x.dtype) for name in BUFFERS)
     return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in wanted)
 

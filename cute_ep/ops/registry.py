@@ -34,14 +34,16 @@ class Registered:
 
     Attributes:
         order: `order_of` the communicator's device.
-        slices: `return_slices_log2` of the latest dispatch, by its number of tokens. A kernel of combine needs it, and
-            no tensor on the host has it.
+        nodes: of the communicator's configuration.
+        slices: `return_slices_log2` of the latest dispatch, by its number of tokens and rows of its frames, None on one
+            node. A kernel of combine needs it, and no tensor on the host has it.
     """
 
     def __init__(self, communicator: EPCommunicator) -> None:
         self._communicator = weakref.ref(communicator)
         self.order = order_of(communicator.device)
-        self.slices: dict[int, int] = {}
+        self.nodes = communicator.cfg.nodes
+        self.slices: dict[tuple[int, int | None], int] = {}
 
     @property
     def communicator(self) -> EPCommunicator | None:

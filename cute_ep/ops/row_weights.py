@@ -36,7 +36,13 @@ class WeightedRows(NamedTuple):
 
 
 def dispatch_weighted(
-    x: Tensor, topk_ids: Tensor, router_weights: Tensor, comm: str, scalars: str, capacity: int
+    x: Tensor,
+    topk_ids: Tensor,
+    router_weights: Tensor,
+    comm: str,
+    scalars: str,
+    capacity: int,
+    frame: int | None = None,
 ) -> WeightedRows:
     """As `cute_ep.ops.dispatch`, differentiable in tokens and router weights.
 
@@ -50,11 +56,12 @@ def dispatch_weighted(
         comm: name of the communicator of the tokens, in bfloat16.
         scalars: name of one that differs from it by its `hidden`, SCALAR_HIDDEN.
         capacity: rows to make room for; as many as come, or experts must leave those behind the last one alone.
+        frame: as of `cute_ep.ops.dispatch`.
 
     Raises:
         EPInputError, EPTimeout: as `EPCommunicator.dispatch`.
     """
-    return WeightedRows(*_Dispatch.apply(x, topk_ids, router_weights, _Way(comm, scalars, capacity)))
+    return WeightedRows(*_Dispatch.apply(x, topk_ids, router_weights, _Way(comm, scalars, capacity, frame)))
 
 
 def sums_of(batch: Batch) -> Batch:
@@ -71,17 +78,18 @@ def sums_of(batch: Batch) -> Batch:
 
 
 class _Way(NamedTuple):
-    """Which way rows go and come home: the communicators of tokens and of scalars, and room for how many rows."""
+    """Which way rows go and come home: the communicators of tokens and of scalars, room for how many rows, frames."""
 
     comm: str
     scalars: str
     capacity: int
+    frame: int | None
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, way: _Way) -> tuple[Tensor, Tensor, Batch]:
-        batch = dispatch(x, ids, weights, way.comm, capacity=way.capacity)
+        batch = dispatch(x, ids, weights, way.comm, capacity=way.capacity, frame=way.frame)
         sums = sums_of(batch)
         ctx.way = way
         ctx.save_for_backward(*sums[1:])
@@ -94,14 +102,14 @@ class _Dispatch(torch.autograd.Function):
         of_tokens = None
         if ctx.needs_input_grad[0]:
             of_tokens = combine(grad_tokens.contiguous(), sums, mode="partial")
-        of_weights = _send_home(grad_weights, sums.topk_ids, ctx.way.scalars) if ctx.needs_input_grad[2] else None
+        of_weights = _send_home(grad_weights, sums.topk_ids, ctx.way) if ctx.needs_input_grad[2] else None
         return of_tokens, None, of_weights, None
 
 
-def _send_home(values: Tensor, ids: Tensor, scalars: str) -> Tensor:
+def _send_home(values: Tensor, ids: Tensor, way: _Way) -> Tensor:
     """[T, K] float32 of [capacity] float32 values of rows, bit for bit; 0 where masked."""
     nothing = torch.zeros(len(ids), SCALAR_HIDDEN, dtype=torch.bfloat16, device=ids.device)
-    batch = dispatch(nothing, ids, None, scalars, capacity=len(values))
+    batch = dispatch(nothing, ids, None, way.scalars, capacity=len(values), frame=way.frame)
     rows = torch.zeros(len(values), VECTOR_BYTES // 4, dtype=torch.float32, device=ids.device)
     rows[:, 0] = values
     home = combine(rows.view(torch.bfloat16), batch, mode="unweighted")

@@ -36,6 +36,7 @@ from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.nodes import NodesCommunicator, node_config
 from cute_ep.runtime.parts import RankParts, load_kernels, make_arena, unload_kernels
 from cute_ep.runtime.places import Place, check_initialised, check_member, check_places
+from cute_ep.runtime.rails.network import slow_network, warn_of_slow_mail
 from cute_ep.runtime.rails.transport import NCCL, check_same_transport, check_transport, chosen_transport
 from cute_ep.runtime.trial import choose
 from cute_ep.tuning.file import find_tuning
@@ -290,6 +291,8 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
     first = rank - place
     rail: Rail | None = None
     join = join_rail if transport == NCCL else join_shmem
+    if cfg.nodes > 1 and transport == NCCL:
+        warn_of_slow_mail(cfg, rank, places, slow_network())
     ranks = [rank] if cfg.skip_a2a else list(range(first, first + node.peers))
     peers = [peer for peer in ranks if peer != rank]
     with closing(choose(meeting, len(ranks), [one.machine for one in places], device)) as sharing:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,16 +14,20 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.host import host_memory
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.record import align_up
-from cute_ep.layouts.maps.routing import RANK_MAJOR
+from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOP_K, RANK_MAJOR
 
 
 @lru_cache(maxsize=256, typed=True)
 def counting_config(words: int, ranks: int, timeout_s: float, ranks_per_node: int | None = None) -> EPConfig:
     """Of a communicator for one message a rank, which all ranks get: `words` 32-bit words, sent as bfloat16, which
-    moves unchanged. Each rank has as many experts as there are nodes, so a node has one for each rank of all."""
-    experts = ranks * (ranks // (ranks_per_node or ranks))
-    cfg = EPConfig(2 * words, experts, ranks, 1, ranks, timeout_s=timeout_s, row_alignment=1, row_order=RANK_MAJOR)
-    return cfg if ranks_per_node is None else replace(cfg, ranks_per_node=ranks_per_node)
+    moves unchanged. A token has few entries, so a message is as many tokens as all ranks need, each to the ranks of a
+    few nodes. Each rank has an expert for each of these nodes, so that a node has one for each entry of a token."""
+    per_node = ranks_per_node or ranks
+    nodes = ranks // per_node
+    reached = max(1, min(nodes, MAX_TOP_K // per_node, MAX_EXPERTS // ranks))
+    sizes = 2 * words, ranks * reached, reached * per_node, -(-nodes // reached), ranks
+    rows: dict[str, Any] = {"row_alignment": 1, "row_order": RANK_MAJOR}
+    return EPConfig(*sizes, timeout_s=timeout_s, ranks_per_node=ranks_per_node, **rows)
 
 
 class ReceiveCounts(NamedTuple):
@@ -50,7 +53,7 @@ class Counting:
     in inference mode or not.
 
     Attributes:
-        everyone: [1, R] int32 ids, one of each rank.
+        everyone: [tokens, top_k] int32 ids, one of each rank in all, then -1.
         out: memory for R rows, those of a rail one after the other.
         table: these as [R, words] int32: `RouteCounts.counts`, in the order of `rows`.
         rows: which row each rank has.
@@ -58,10 +61,11 @@ class Counting:
 
     @torch.inference_mode(False)
     def __init__(self, communicator: EPCommunicator) -> None:
-        self.communicator, ranks = communicator, communicator.cfg.world_size
-        local = communicator.cfg.local_experts
-        self.everyone = torch.arange(0, ranks * local, local, dtype=torch.int32, device=communicator.device)[None]
-        cfg = communicator.cfg
+        self.communicator, cfg = communicator, communicator.cfg
+        ranks, shape = cfg.world_size, (cfg.max_tokens_per_rank, cfg.top_k)
+        self.everyone = torch.full(shape, -1, dtype=torch.int32, device=communicator.device)
+        first = torch.arange(0, cfg.num_experts, cfg.local_experts, dtype=torch.int32, device=communicator.device)
+        self.everyone.view(-1)[:ranks] = first
         self.rows = [rank % cfg.peers * cfg.nodes + cfg.node(rank) for rank in range(ranks)]
         self._order = torch.tensor(self.rows, device=communicator.device)
         self.out = communicator.allocate(ranks)
@@ -74,7 +78,8 @@ class Counting:
     def exchange(self, counts: torch.Tensor) -> None:
         """Have every rank know this one's `RouteCounts.counts`, [words] int32. Collective; nothing waits on the
         host."""
-        self.communicator.dispatch(counts.view(torch.bfloat16)[None], self.everyone, out=self.out)
+        tokens = counts.view(torch.bfloat16).expand(len(self.everyone), -1)
+        self.communicator.dispatch(tokens, self.everyone, out=self.out)
 
     def by_rank(self) -> torch.Tensor:
         """The table with a row for each rank, on the device."""

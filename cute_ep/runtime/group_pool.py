@@ -19,7 +19,7 @@ from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.meeting import Meeting, group_timeout
 from cute_ep.runtime.places import check_member, count_ranks
 from cute_ep.runtime.pool import Opened, Opening, Pool, all_sms
-from cute_ep.runtime.routes import RouteCounts
+from cute_ep.runtime.routes import RouteCounts, count_routes
 
 SAME: Mapping[str, str] = MappingProxyType({})
 """Names of an interface that calls the fields of EPConfig as it does."""
@@ -126,17 +126,22 @@ class GroupPool(Pool):
             found = self._counting[communicator] = Counting(communicator)
         return found
 
-    def exchange_counts(self, routes: RouteCounts, experts: int, **options: Any) -> ReceiveCounts:
-        """Send all ranks the counts of this one's tokens, for `experts` experts of all ranks, and wait on the host for
-        theirs: collective. `options`: of `counting`.
+    def exchange_counts(
+        self, topk_ids: torch.Tensor, cfg: EPConfig, sms: int | None = None, **options: Any
+    ) -> tuple[ReceiveCounts, RouteCounts]:
+        """Send all ranks the counts of this one's tokens, and wait on the host for theirs, before a dispatch by `cfg`:
+        collective. `options`: of `count_routes`.
 
         Raises:
             EPConfigError, EPError: as of `open`.
+            EPInputError: as of `count_routes`.
             EPTimeout: a rank did not come in time.
         """
-        counting = self.counting(routes.counts.size(0), **options)
+        routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size, **options)
+        made: dict[str, Any] = {"timeout_s": cfg.timeout_s, "ranks_per_node": cfg.ranks_per_node}
+        counting = self.counting(routes.counts.size(0), sms=sms, **made)
         counting.exchange(routes.counts)
-        return counting.wait(experts)
+        return counting.wait(cfg.num_experts), routes
 
     def barrier(self) -> None:
         """Wait on the host until all ranks have called this: collective.

@@ -48,7 +48,8 @@ def count_routes(
     mask: bool = False,
     library: str | None = None,
 ) -> RouteCounts:
-    """Count tokens by rank and entries by expert, on the current stream; one kernel, and the host waits for nothing.
+    """Count tokens by rank and entries by expert, on the current stream; one kernel, of more than MAX_RANKS ranks some
+    of torch. The host waits for nothing.
 
     Args:
         topk_ids: [T, K] int32 or int64 expert ids. Those that are no expert's are not counted.
@@ -64,12 +65,12 @@ def count_routes(
     if topk_ids.dim() != 2 or topk_ids.dtype not in ID_TYPES:
         given = f"{topk_ids.dtype} of shape {tuple(topk_ids.shape)}"
         raise EPInputError(f"topk_ids: {given}: must be [T, K] of type {' or '.join(map(str, ID_TYPES))}")
-    if not (0 < ranks <= MAX_RANKS and 0 < num_experts <= MAX_EXPERTS):
-        rule = f"in [1, {MAX_EXPERTS}], and ranks = {ranks} in [1, {MAX_RANKS}]"
+    if not (0 < ranks <= MAX_EXPERTS and 0 < num_experts <= MAX_EXPERTS):
+        rule = f"in [1, {MAX_EXPERTS}], and ranks = {ranks} in [1, {MAX_EXPERTS}]"
         raise EPInputError(f"num_experts = {num_experts}: must be {rule}")
     if weights is not None:
         _check_weights(weights, topk_ids)
-    if topk_ids.device.type != "cuda":
+    if topk_ids.device.type != "cuda" or ranks > MAX_RANKS:
         counts, goes, ids, last_ids = reference.count_routes(topk_ids, num_experts, ranks, mask)
         wide = None if weights is None else weights.float()
     else:

@@ -15,6 +15,7 @@ from cute_ep.cli.info import memory_parts
 from cute_ep.cli.main import main
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.runtime import nvlink, symmetric
+from cute_ep.runtime.rails import network
 
 
 def test_info_prints_the_memory_of_a_preset_and_refuses_others(tmp_path, capsys: pytest.CaptureFixture) -> None:
@@ -86,6 +87,7 @@ def test_info_shows_devices_memory_and_who_reaches_whom(
     refused = {symmetric.Kind.FABRIC: "CUDA driver: NOT_PERMITTED"}
     monkeypatch.setattr(symmetric, "refusal", lambda kind, device: None if device.index else refused.get(kind))
     monkeypatch.setattr(machine, "nvshmem_found", lambda: ("3.4.5", "/lib/one.so"))
+    monkeypatch.setattr(network, "slow_network", lambda: "TCP sockets")
     assert main(["info", "--library", str(tmp_path), "--json", str(tmp_path / "info.json")]) == 0
     out = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│ cuda:" in line]
@@ -98,7 +100,9 @@ def test_info_shows_devices_memory_and_who_reaches_whom(
         ["cuda:1", "no NV6", "-"],
     ]
     assert "driver 580.1" in out and "NCCL 2.28.9" in out and "NVSHMEM 3.4.5 (/lib/one.so)" in " ".join(out.split())
+    assert "TCP sockets" in out
     written = json.loads((tmp_path / "info.json").read_text())
+    assert written["slow_network"] == "TCP sockets"
     assert written["machine"]["gpus"] == {"cuda:0": "NVIDIA H200", "cuda:1": "NVIDIA H200"}
     assert written["peer_access"] == [[None, True], [False, None]] and written["links"][1] == ["NV6", "X"]
     refusals = {"fabric handles": "CUDA driver: NOT_PERMITTED", "file descriptors": None, "CUDA IPC": None}

@@ -76,6 +76,21 @@ def test_layout_counts_tokens_by_rank_and_entries_by_expert(monkeypatch: Patch, 
         assert by_expert.tolist() == [int((ids[rank] == expert).sum()) for expert in range(EXPERTS)]
 
 
+@pytest.mark.parametrize(("ranks", "per_node"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize("routing", ["masked", "repeated"])
+def test_layout_counts_tokens_by_node(monkeypatch: Patch, ranks: int, per_node: int, routing: str) -> None:
+    """Once each, however many of the node's experts they chose; with no tokens zeros."""
+    ids, each = wide_ids(inputs(ranks, routing)), EXPERTS // ranks * per_node
+
+    def program(buffer: Buffer) -> torch.Tensor | None:
+        return buffer.get_dispatch_layout(ids[buffer.rank], EXPERTS)[1]
+
+    for own, by_node in zip(ids, on_buffers(monkeypatch, ranks, program, ranks_per_node=per_node), strict=True):
+        nodes = [{expert // each for expert in chosen if expert >= 0} for chosen in own.tolist()]
+        assert by_node.dtype == torch.int32
+        assert by_node.tolist() == [sum(node in one for one in nodes) for node in range(ranks // per_node)]
+
+
 # ---- dispatch
 
 
@@ -147,8 +162,9 @@ def test_weights_behind_the_last_row_are_zero(monkeypatch: Patch) -> None:
         assert (weights[ids < 0] == 0).all() and (ids[-1] == -1).all()
 
 
+@pytest.mark.parametrize("per_node", [None, 1], ids=["one node", "nodes"])
 @pytest.mark.parametrize("worst", [0, 18], ids=["counted", "worst"])
-def test_tokens_go_where_is_token_in_rank_says(monkeypatch: Patch, worst: int) -> None:
+def test_tokens_go_where_is_token_in_rank_says(monkeypatch: Patch, worst: int, per_node: int | None) -> None:
     """Not where their experts are: entries only say what the ids are there."""
     given = inputs(2, "masked")
     ids = wide_ids(given)
@@ -158,11 +174,13 @@ def test_tokens_go_where_is_token_in_rank_says(monkeypatch: Patch, worst: int) -
         own, to = given[buffer.rank], goes[buffer.rank]
         layout = layout_of(buffer, ids[buffer.rank]) | {"num_tokens_per_rank": to.sum(0), "is_token_in_rank": to}
         entry = {"topk_idx": ids[buffer.rank], "topk_weights": own.router_weights}
+        alone, *_ = buffer.dispatch(own.x, **layout)
         rows, local, weights, _, handle, _ = buffer.dispatch(own.x, **layout, **entry, num_worst_tokens=worst)
+        assert_bits(alone, rows[: len(alone)], "without entries")
         return rows, local, weights, *buffer.combine(rows, handle, weights)[:2]
 
     homes = [torch.zeros(own.shape) for own in ids]
-    results = on_buffers(monkeypatch, 2, program)
+    results = on_buffers(monkeypatch, 2, program, ranks_per_node=per_node)
     for rank, (rows, local, weights, *_) in enumerate(results):
         places = [(s, t) for s in range(2) for t in goes[s][:, rank].nonzero().flatten().tolist()]
         assert len(rows) == (worst or len(places)) and (local[len(places) :] == -1).all()

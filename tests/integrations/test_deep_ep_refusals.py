@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ep.api.config import EPConfig
+from cute_ep.api.config import EPConfig, memory_bytes
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.integrations.deep_ep import Buffer
 from cute_ep.testing.workloads import make_inputs
@@ -265,11 +265,11 @@ def test_what_was_destroyed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_constructors_and_facts_refuse_bad_arguments() -> None:
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    many: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 33)
+    many: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1025)
     for arguments, words in (
         ({"group": None}, "group: must be a torch"),
         ({"group": "world"}, "group = str: must be a torch.distributed process group"),
-        ({"group": many}, "group.size() = 33: must not exceed 32 ranks"),
+        ({"group": many}, "group.size() = 1025: must not exceed 1024 ranks"),
         ({"group": group, "comm": object()}, "group: must be a torch"),
         ({"group": group, "enable_shrink": True}, "enable_shrink = True"),
     ):
@@ -278,10 +278,12 @@ def test_constructors_and_facts_refuse_bad_arguments() -> None:
         refused(lambda given=value: Buffer.set_num_sms(given), f"new_num_sms = {value}: must be", EPInputError)  # type: ignore[arg-type]
     hint = {"num_max_dispatch_tokens_per_rank": 128, "hidden": 7168, "num_ranks": 8, "num_experts": 256}
     assert Buffer.get_low_latency_rdma_size_hint(**hint) > 0
+    over_nodes = EPConfig(7168, 256, 8, 128, 64, ranks_per_node=8)
+    assert Buffer.get_low_latency_rdma_size_hint(**{**hint, "num_ranks": 64}) == memory_bytes(over_nodes)
     bad = (
         ("num_max_dispatch_tokens_per_rank", 0),
         ("hidden", 36),
-        ("num_ranks", 64),
+        ("num_ranks", 66),
         ("num_ranks", 3),
         ("num_experts", 0),
     )

@@ -34,6 +34,7 @@ from tests.integrations.vllm_parts import (
     quantised,
     row_of,
     run,
+    say_tokens,
 )
 
 Patch = pytest.MonkeyPatch
@@ -159,11 +160,7 @@ def test_room_is_for_the_most_tokens_that_vllm_says_a_rank_has(
     stubs: dict, monkeypatch: Patch, ranks_per_node: int | None
 ) -> None:
     """Over nodes it is also the frame."""
-    from cute_ep.integrations.vllm import standard
-
-    metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([24, 0, 13], dtype=torch.int32))
-    monkeypatch.setattr(standard, "is_forward_context_available", lambda: True)
-    monkeypatch.setattr(standard, "get_forward_context", lambda: SimpleNamespace(dp_metadata=metadata))
+    metadata = say_tokens(monkeypatch)
     given = inputs("uniform")
 
     def program(one: Layer) -> int:
@@ -171,7 +168,7 @@ def test_room_is_for_the_most_tokens_that_vllm_says_a_rank_has(
         metadata.num_tokens_across_dp_cpu = torch.tensor([24, 0, 13])
         made = prepare(one, given[one.rank])
         (batch, _) = one.layer._batches[0]
-        assert batch.frame == (None if ranks_per_node is None else 12)
+        assert batch.frame == 12
         finalize(one, torch.empty_like(given[one.rank].x), apply_experts(made[0], made[3]))
         one.group.on_all_ranks(lambda: None)
         if one.rank == 0:

@@ -32,6 +32,7 @@ from tests.integrations.vllm_parts import (
     prepare,
     row_of,
     run,
+    say_tokens,
 )
 
 S = RANKS * TMAX
@@ -192,6 +193,26 @@ def test_inputs_are_weighted_once(monkeypatch: Patch) -> None:
         for token, row in enumerate(output):
             weight, expert = given[rank].router_weights[token, 0].bfloat16(), int(given[rank].topk_ids[token, 0])
             assert_bits(row, row_of(given[rank].x[token] * weight, expert) + 0, f"rank {rank}, token {token}")
+
+
+def test_frames_have_as_many_rows_as_vllm_says_a_rank_has_tokens(monkeypatch: Patch) -> None:
+    """Of which none may have more."""
+    metadata, many = say_tokens(monkeypatch), inputs("uniform")
+    metadata.num_tokens_across_dp_cpu = torch.tensor([8, 0, 7])
+    given = [RankInputs(one.x[:8], one.topk_ids[:8], one.router_weights[:8]) for one in many]
+
+    def program(one: Layer) -> torch.Tensor:
+        rows, _, meta, *_ = prepare(one, given[one.rank])
+        output = output_of(given[one.rank])
+        assert one.layer._batches[0][0].frame == 8 < TMAX
+        finalize(one, output, apply_experts(rows, meta.expert_num_tokens, one.rank))
+        if one.rank == 0:
+            with pytest.raises(EPInputError, match="must not exceed 8, the most that vLLM says a rank has"):
+                prepare(one, many[0])
+        return output
+
+    for rank, output in enumerate(run(monkeypatch, program, batched=True, ranks_per_node=1)):
+        assert_bits(output, expected_sum(given[rank], "partial"), f"rank {rank}")
 
 
 # ---- what vLLM asks, and refusals

@@ -14,7 +14,7 @@ from cute_ep.runtime import connection, group_pool
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.counts import ReceiveCounts
 from cute_ep.runtime.group_pool import GroupPool
-from cute_ep.runtime.routes import RouteCounts
+from cute_ep.runtime.routes import RouteCounts, count_routes
 from tests.fake_gpu import Launches, MakeRank
 from tests.integrations.upstream import installed
 from tests.integrations.vllm_parts import HIDDEN, MicroBatch, experts_of, import_adapter, run_hook, take_turns
@@ -93,9 +93,10 @@ def test_the_host_asks_for_rows_outside_of_capture_only(
     (layer,) = layers(1, {}, static_rows=RANKS * TOKENS * SLOTS - 1)
     asked: list = []
 
-    def exchange(self: object, routes: RouteCounts, experts: int, **options: object) -> ReceiveCounts:
-        asked.append((routes.by_expert.tolist(), experts))
-        return ReceiveCounts([3, 2, 1, 0], TOKENS, 4)
+    def exchange(self: object, ids: torch.Tensor, cfg: EPConfig, sms: int | None) -> tuple[ReceiveCounts, RouteCounts]:
+        routes = count_routes(ids, cfg.num_experts, cfg.world_size)
+        asked.append((routes.by_expert.tolist(), cfg.num_experts))
+        return ReceiveCounts([3, 2, 1, 0], TOKENS, 4), routes
 
     monkeypatch.setattr(GroupPool, "exchange_counts", exchange)
     monkeypatch.setattr(GroupPool, "capturing", lambda self: captured)

@@ -178,6 +178,16 @@ def run(
     return on_groups(monkeypatch, RANKS, on_rank, ranks_per_node=ranks_per_node)
 
 
+def say_tokens(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What vLLM's forward context says: `num_tokens_across_dp_cpu`, which may be changed."""
+    from cute_ep.integrations.vllm import layer
+
+    metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([24, 0, 13], dtype=torch.int32))
+    monkeypatch.setattr(layer, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(layer, "get_forward_context", lambda: SimpleNamespace(dp_metadata=metadata))
+    return metadata
+
+
 def inputs(routing: str, seed: int = 7) -> list[RankInputs]:
     return make_inputs(EPConfig(HIDDEN, EXPERTS, SLOTS, TMAX, RANKS), TOKENS, routing, seed)
 

@@ -72,6 +72,15 @@ def test_routings(layer: MoELayer, x: torch.Tensor, ids: Any, weights: Any, said
     assert layer.kept._dispatches.sent == 0
 
 
+def test_frames(layer: MoELayer) -> None:
+    """Of layers and of their experts; the communicator refuses them, and nothing is sent."""
+    routing = zeros(2, 3).int(), zeros(2, 3)
+    for call in (lambda: layer(zeros(2, 32), frame=1), lambda: layer.experts(zeros(2, 32), *routing, frame=1)):
+        with torch.no_grad(), pytest.raises(EPInputError, match=r"^frame = 1: must be an integer from"):
+            call()
+    assert layer.kept._dispatches.sent == 0
+
+
 @pytest.mark.parametrize("gradients", [False, True], ids=["inference", "training"])
 def test_more_rows_than_the_capacity_are_told_by_synchronize(layer: MoELayer, gradients: bool) -> None:
     layer.capacity = 4

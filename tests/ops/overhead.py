@@ -51,7 +51,7 @@ def main() -> None:
         "dispatch": (
             lambda: ep.dispatch(x, ids, weights),
             lambda: ops.dispatch(x, ids, weights, comm),
-            lambda: library.dispatch(x, ids, weights, None, comm, None, False, order),
+            lambda: library.dispatch(x, ids, weights, None, comm, None, False, None, order),
             lambda: ops.dispatch(wanted, ids, weights, comm),
         ),
         "combine": (
@@ -63,7 +63,7 @@ def main() -> None:
         "dispatch_into": (
             lambda: ep.dispatch(x, ids, weights, out=buffers),
             lambda: ops.dispatch_into(x, ids, weights, comm, buffers),
-            lambda: library.dispatch_out(x, ids, weights, None, comm, order, *tensors),
+            lambda: library.dispatch_out(x, ids, weights, None, comm, None, order, *tensors),
         ),
         "combine_into": (
             lambda: ep.combine(rows, own, out=out),

@@ -113,7 +113,9 @@ def test_rows_are_dispatched_from_where_they_lie(monkeypatch: pytest.MonkeyPatch
     """If that is 16-byte aligned; others are copied."""
     (ep,), (one,) = connect_local(ALONE, ["cpu"]), make_inputs(ALONE, (5,), "uniform", 1)
     comm, sent, dispatch = cute_ep.ops.register(ep), [], ep.dispatch
-    monkeypatch.setattr(ep, "dispatch", lambda x, *given: [sent.append(x.data_ptr()), dispatch(x, *given)][1])
+    monkeypatch.setattr(
+        ep, "dispatch", lambda x, *given, **named: [sent.append(x.data_ptr()), dispatch(x, *given, **named)][1]
+    )
     wide = torch.cat([one.x, one.x, one.x], 1)
     for first, copied in ((0, False), (8, False), (1, True)):
         x = wide[:, first : first + ALONE.hidden]

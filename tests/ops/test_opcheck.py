@@ -71,7 +71,7 @@ def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dispatch(ep: EPCommunicator, gradient: bool, capacity: int | None) -> None:
     x, ids, weights = inputs()
     given = x.requires_grad_(gradient), ids, weights, None, cute_ep.ops.register(ep), capacity
-    assert passes(OPS.dispatch, (*given, True, order()))
+    assert passes(OPS.dispatch, (*given, True, None, order()))
 
 
 @pytest.mark.usefixtures("uncounted")
@@ -80,7 +80,7 @@ def test_dispatch_in_other_formats(fmt: Any) -> None:
     cfg = replace(ALONE, dispatch_format=fmt, hidden=128, row_alignment=None)
     (ep,) = connect_local(cfg, ["cpu"])
     scale = torch.tensor([2.0]) if fmt == "nvfp4" else None
-    assert passes(OPS.dispatch, (*inputs(cfg), scale, cute_ep.ops.register(ep), None, True, order()))
+    assert passes(OPS.dispatch, (*inputs(cfg), scale, cute_ep.ops.register(ep), None, True, None, order()))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def defined_memory() -> Iterator[None]:
 def test_calls_into_given_memory(ep: EPCommunicator) -> None:
     (x, ids, weights), comm, buffers = inputs(), cute_ep.ops.register(ep), ep.allocate()
     tensors = [getattr(buffers, name) for name in BUFFERS]
-    assert passes(OPS.dispatch_out, (x, ids, weights, None, comm, order(), *tensors))
+    assert passes(OPS.dispatch_out, (x, ids, weights, None, comm, None, order(), *tensors))
     batch = cute_ep.ops.dispatch_into(x, ids, weights, comm, buffers)
     rows, out = torch.randn(batch.tokens.shape).bfloat16(), torch.empty_like(x)
     assert passes(OPS.combine_out, (rows, *kept(batch), comm, "partial", order(), out))

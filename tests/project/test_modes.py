@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[2]
 COMBINES = {"combine", "plan_combine", "combine_async", "combine_into"}
 """Names of calls that take a mode."""
 OTHERS = {
-    "cute_ep/integrations/deep_ep/buffer.py": {"self._normal"},
     "cute_ep/integrations/flashinfer/alltoall.py": {"communication"},
     "cute_ep/integrations/transformers/attachment.py": {"one"},
     "perf/adapter_works.py": {"buffer"},

@@ -13,6 +13,7 @@ import pytest
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.runtime import connection, gpus, trial
+from cute_ep.runtime.places import Place
 from cute_ep.runtime.rails import transport
 from cute_ep.runtime.symmetric import Kind
 
@@ -184,6 +185,17 @@ def test_a_device_that_has_failed_leaves_its_rail_alone(monkeypatch: pytest.Monk
     got = collective(monkeypatch, lambda rank: ranks[rank].close())
     assert got[:2] == [None, None] and "illegal memory access" in str(got[2])
     assert [one.left for one in left] == [[True]] * RANKS and machine.held == (2 * RANKS, RANKS, 0)
+
+
+def test_connect_warns_where_mail_takes_sockets(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes_of(monkeypatch)
+    monkeypatch.setattr(connection, "slow_network", lambda: "TCP sockets")
+    monkeypatch.setattr(Place, "of", lambda cfg, device: Place(cfg, f"machine {dist_rank()}", f"GPU-{dist_rank()}"))
+    ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(NODES))
+    assert sorted(caplog.messages) == [f"rank {rank}: TCP sockets" for rank in range(RANKS)]
+    assert collective(monkeypatch, lambda rank: ranks[rank].close()) == [None] * RANKS
 
 
 def test_options_that_nodes_do_not_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,8 @@ SIZES = [
     (70, 8, 64, 4),
     (33, 32, 1024, 32),
     (40, 9, 40, 8),
+    (33, 8, 1024, 64),
+    (9, 3, 150, 48),
 ]
 
 
@@ -82,6 +84,12 @@ def test_weights_of_any_type_become_float32(dtype: torch.dtype) -> None:
     assert count_routes(torch.zeros(2, 2, dtype=torch.int64), 4, 2).weights is None
 
 
+def test_no_shape_depends_on_ids() -> None:
+    """For such a shape a host would wait for the device. Tensors on `meta` have no elements."""
+    routes = count_routes(torch.zeros(5, 3, dtype=torch.int64, device="meta"), 150, 48, mask=True)
+    assert routes.goes.shape == (5, 48) and routes.counts.shape == (200,)
+
+
 def test_ids_are_copied() -> None:
     given = torch.tensor([[0, 3]], dtype=torch.int32)
     routes = count_routes(given, 4, 2)
@@ -95,7 +103,7 @@ def test_ids_are_copied() -> None:
         (torch.zeros(3), 4, 2, "topk_ids: torch.float32 of shape (3,): must be [T, K]"),
         (torch.zeros(3, 2), 4, 2, "topk_ids: torch.float32"),
         (torch.zeros(3, 2).int(), 0, 2, "num_experts = 0: must be in [1, 1024]"),
-        (torch.zeros(3, 2).int(), 64, 64, "ranks = 64 in [1, 32]"),
+        (torch.zeros(3, 2).int(), 64, 1025, "ranks = 1025 in [1, 1024]"),
         (torch.zeros(3, 2).int(), 2048, 2, "num_experts = 2048"),
     ],
 )

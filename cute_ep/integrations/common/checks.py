@@ -66,6 +66,10 @@ def require(ok: object, rule: str, *values: object, error: type[EPError] = EPInp
         raise error(rule.format(*values))
 
 
+demand = partial(require, error=EPConfigError)
+"""`require` of what constructors are given."""
+
+
 def kind(name: str, value: object, wanted: type[Made] | UnionType, rule: str) -> Made:
     """The value, which must be of this type, or of one of these."""
     if isinstance(value, wanted):
@@ -112,7 +116,7 @@ def most(name: str, tokens: int, remedy: str = "") -> None:
 def seconds(name: str, value: object) -> None:
     """EPConfigError unless a rank can wait that long for others."""
     good = is_number(value) and 1e-9 <= value <= LONGEST_S
-    require(good, "{} = {!r}: must be a number of seconds up to {}", name, value, LONGEST_S, error=EPConfigError)
+    demand(good, "{} = {!r}: must be a number of seconds up to {}", name, value, LONGEST_S)
 
 
 def sms(name: str, sms: object, *, error: type[EPError] = EPConfigError) -> None:
@@ -125,15 +129,15 @@ def sms(name: str, sms: object, *, error: type[EPError] = EPConfigError) -> None
 def mode(name: str, mode: object) -> None:
     """EPConfigError unless it is a mode in which combine weights and sums."""
     good = isinstance(mode, str) and mode in ("exact", "partial")
-    require(good, "{} = {!r}: must be 'partial' or 'exact'", name, mode, error=EPConfigError)
+    demand(good, "{} = {!r}: must be 'partial' or 'exact'", name, mode)
 
 
-def group(name: str, group: object) -> None:
-    """EPConfigError unless it is a process group that no more ranks have than communicators serve."""
+def group(name: str, group: object, most: int = MAX_RANKS) -> None:
+    """EPConfigError unless it is a process group of at most so many ranks."""
     if not (callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None))):
         raise EPConfigError(f"{name} = {type(group).__name__}: must be a torch.distributed process group")
-    if group.size() > MAX_RANKS:  # type: ignore[attr-defined]
-        raise EPConfigError(f"{name}.size() = {group.size()}: must not exceed {MAX_RANKS} ranks")  # type: ignore[attr-defined]
+    ranks = group.size()  # type: ignore[attr-defined]
+    demand(ranks <= most, "{}.size() = {}: must not exceed {} ranks", name, ranks, most)
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from cute_ep import EPConfigError, EPInputError, memory_bytes
+from cute_ep import EPInputError, memory_bytes
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import as_rows, require, roomy_config
+from cute_ep.integrations.common.checks import demand, require, roomy_config
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import Config, EventHandle, EventOverlap, Rows, without_gradients
-from cute_ep.integrations.deep_ep.layout import GivenLayout, check_layout, routes_of
+from cute_ep.integrations.deep_ep.layout import GivenLayout, check_layout, routes_of, tokens_by_node
 from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
-from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, entries_of
-from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOKENS_PER_RANK, MAX_TOP_K
+from cute_ep.integrations.deep_ep.normal import Bias, Handle, NormalMode, Route, entries_of
+from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K
 
 HANDLE = "what dispatch returned, not a copy of its parts"
+RANKS_PER_NODE = 8
+"""Of DeepEP's nodes."""
 
 
 class Buffer(LowLatency):
-    """One rank's end of DeepEP V1's interface, a process per rank, all on one machine, each with a GPU of its own or
-    none. Arguments, results and orders of rows are DeepEP's where a call says nothing else; options that it does not
-    name have no effect. All work runs on the caller's current stream; a call's event is recorded behind its kernels.
-    The first call of each kind connects: it is collective and waits on the host. Calls compute no gradients.
-    docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout.
+    """One rank's end of DeepEP V1's interface, a process per rank, each with a GPU of its own or none. Arguments,
+    results and orders of rows are DeepEP's where a call says nothing else; options that it does not name have no
+    effect. All work runs on the caller's current stream; a call's event is recorded behind its kernels. The first call
+    of each kind connects: it is collective and waits on the host. Calls compute no gradients. docs/adapters.md says how
+    wrong arguments and ids are told; a rank that does not come is an EPTimeout.
 
     `comm` must be None, `enable_shrink` False (EPConfigError). `rank` and `group_size` are this process's rank in the
     group and how many there are. `num_sms`: SMs for kernels of normal mode, of communicators connected from then on.
@@ -45,9 +47,8 @@ class Buffer(LowLatency):
         comm: object | None = None,
     ) -> None:
         rule = "group: must be a torch.distributed process group, and comm None (there is no MPI)"
-        require(group is not None and comm is None, rule, error=EPConfigError)
-        rule = "enable_shrink = True: must be False, a group keeps all its ranks"
-        require(not enable_shrink, rule, error=EPConfigError)
+        demand(group is not None and comm is None, rule)
+        demand(not enable_shrink, "enable_shrink = True: must be False, a group keeps all its ranks")
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         super().__init__(group)
@@ -80,12 +81,15 @@ class Buffer(LowLatency):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes that a bfloat16 communicator of low-latency mode takes with top-8; for information."""
+        """Bytes that a bfloat16 communicator of low-latency mode takes with top-8; for information. More ranks than a
+        node may have are counted on nodes of 8."""
         checks.integer("num_experts", num_experts, 1, MAX_EXPERTS)
         most = num_max_dispatch_tokens_per_rank
         checks.integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
         names = {**NAMES, "hidden": "hidden", "world_size": "num_ranks"}
-        return memory_bytes(roomy_config(names, (hidden, num_experts, min(8, num_experts), most, num_ranks)))
+        sizes = hidden, num_experts, min(8, num_experts), most, num_ranks
+        nodes = RANKS_PER_NODE if checks.is_integer(num_ranks) and num_ranks > MAX_RANKS else None
+        return memory_bytes(roomy_config(names, sizes, ranks_per_node=nodes))
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -102,15 +106,17 @@ class Buffer(LowLatency):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
         """What `dispatch` must be told about a routing: of [T, K] int64 expert ids, -1 masks, [R] int32 tokens by rank;
-        None; [E] int32 entries by expert; [T, R] bool, whether a token goes to a rank; the event."""
+        over nodes [nodes] int32 tokens by node, else None; [E] int32 entries by expert; [T, R] bool, whether a token
+        goes to a rank; the event."""
         self._begin(previous_event, async_finish, allocate_on_comm_stream)
         calls.check_experts(num_experts, self.group_size)
         checks.given("topk_idx", topk_idx, shape=(None, None), dtype=checks.ID_TYPES, device=self._pool.device)
         checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
         routes = GivenLayout.of(topk_idx, num_experts, self.group_size)
-        return routes.by_rank, None, routes.by_expert, routes.goes, calls.finished(async_finish)
+        by_node = tokens_by_node(routes.goes, self._normal.ranks_per_node)
+        return routes.by_rank, by_node, routes.by_expert, routes.goes, calls.finished(async_finish)
 
     @without_gradients
     def dispatch(
@@ -165,7 +171,7 @@ class Buffer(LowLatency):
         known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
         layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx
         if known is None:
-            check_layout(layout, ranks, device)
+            check_layout(layout, ranks, mode.nodes, device)
         own, experts = is_token_in_rank.shape[0], num_tokens_per_expert.shape[0]
         require(tokens == own, "x.shape[0] = {}: must be {}, as of is_token_in_rank", tokens, own)
         require((topk_idx is None) == (topk_weights is None), "topk_idx, topk_weights: must both be given, or neither")
@@ -177,7 +183,7 @@ class Buffer(LowLatency):
             require(topk_idx is not None, "num_worst_tokens = {}: must be 0 without topk_idx", room)
             rule = "num_worst_tokens = {}: must be at least {} * {} tokens"
             require(tokens <= -(-room // ranks), rule, room, ranks, tokens)
-        routes, of = (known, experts) if known is not None else routes_of(*layout)
+        routes, of = (known, experts) if known is not None else routes_of(layout, mode.nodes)
         route = Route(routes, of, max(tokens, -(-room // ranks)), room, own=known is None)
         cfg = mode.config(hidden, route, scaled=scaled)
         counting, received = mode.exchange(routes.counts), []
@@ -195,7 +201,7 @@ class Buffer(LowLatency):
         ids, weights = (None, None) if topk_idx is None else entries_of(batch, route, topk_idx.shape[1])
         source = route.by_source(batch.src_info, route.rows).select(1, 0)
         if route.places is not None:  # tokens count nodes in frames
-            source = source % max(route.tokens, 1)
+            source = source % route.frame
         made = Handle(prefix, None, None, source, is_token_in_rank, None)
         made.route = route
         return calls.paired(rows, factors), ids, weights, received, made, calls.finished(async_finish)
@@ -206,7 +212,7 @@ class Buffer(LowLatency):
         x: torch.Tensor,
         handle: tuple,
         topk_weights: torch.Tensor | None = None,
-        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        bias: Bias = None,
         config: Config | None = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
@@ -216,15 +222,9 @@ class Buffer(LowLatency):
         bfloat16, in the order of the dispatch's rows, `topk_weights` [n, K] float32 to add up as well, `bias` up to two
         [T, hidden] bfloat16 to add. Returns [T, hidden] bfloat16; [T, K] float32, or None; the event."""
         self._begin(previous_event, async_finish, allocate_on_comm_stream)
-        route, device = checks.kind("handle", handle, Handle, HANDLE).route, self._pool.device
-        biases = self._normal.check_combine(x, route.rows, bias, route)
-        if topk_weights is not None:
-            shape = route.rows, None
-            checks.given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=device)
-            checks.integer("topk_weights.shape[1]", topk_weights.shape[1], 1, MAX_TOP_K)
-        out = self._normal.combine(as_rows(x), route, biases)
-        weights = None if topk_weights is None else self._normal.combine_weights(topk_weights, route)
-        return out, weights, calls.finished(async_finish)
+        route = checks.kind("handle", handle, Handle, HANDLE).route
+        home = self._normal.bring_home(x, route, bias, topk_weights, (route.rows, None))
+        return *home, calls.finished(async_finish)
 
 
 calls.refuse(Buffer, "internode_dispatch internode_combine get_local_buffer_tensor low_latency_update_mask_buffer")

@@ -17,7 +17,7 @@ from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import Names, require
 from cute_ep.integrations.common.pools import Words
 from cute_ep.layouts.maps.formats import FP8
-from cute_ep.layouts.maps.routing import MAX_EXPERTS
+from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS
 from cute_ep.reference.routes import NO_EXPERT
 from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.pool import Hold
@@ -131,7 +131,7 @@ class LayoutWords(Words):
     own: set[EPCommunicator] = field(default_factory=set)
 
     def entry(self, communicator: EPCommunicator, index: int, experts: int, seen: int) -> str:
-        more = communicator.cfg.world_size if communicator in self.own else 0
+        more = communicator.cfg.world_size * communicator.cfg.nodes if communicator in self.own else 0
         beyond = seen == NO_EXPERT or seen < 0
         return super().entry(communicator, index, experts - more, seen if beyond else seen - more)
 
@@ -139,8 +139,10 @@ class LayoutWords(Words):
 class Pooled:
     """What both buffers have: the pool of a process group, and words of what kernels have found wrong."""
 
+    most_ranks = MAX_RANKS
+
     def __init__(self, group: dist.ProcessGroup) -> None:
-        checks.group("group", group)
+        checks.group("group", group, self.most_ranks)
         self.group, self._pool, self._words = group, GroupPool(group, grows=True), LayoutWords()
 
     def get_comm_stream(self) -> torch.cuda.Stream:

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from cute_ep import EPConfigError, EPError, EPInputError, memory_bytes
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.blocks import columns_first
-from cute_ep.integrations.common.checks import as_rows, named_config, require
+from cute_ep.integrations.common.checks import demand, named_config, require
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import EventHandle, EventOverlap, Pooled, Rows, without_gradients
 from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle, Layout
-from cute_ep.integrations.deep_ep.normal import entries_of, first_rows
+from cute_ep.integrations.deep_ep.normal import Bias, entries_of, first_rows
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, MAX_TOP_K
@@ -57,9 +57,8 @@ class ElasticBuffer(Pooled):
         num_gpu_timeout_secs: int = 100,
         explicitly_destroy: bool = False,
     ) -> None:
-        require(group is not None, "group: must be a torch.distributed process group", error=EPConfigError)
-        rule = "num_cpu_bytes = {}: must be 0, buffers are on GPUs only"
-        require(not num_cpu_bytes, rule, num_cpu_bytes, error=EPConfigError)
+        demand(group is not None, "group: must be a torch.distributed process group")
+        demand(not num_cpu_bytes, "num_cpu_bytes = {}: must be 0, buffers are on GPUs only", num_cpu_bytes)
         most = num_max_tokens_per_rank
         checks.integer("num_max_tokens_per_rank", most, 0, MAX_TOKENS_PER_RANK, error=EPConfigError)
         checks.seconds("num_gpu_timeout_secs", num_gpu_timeout_secs)
@@ -223,7 +222,7 @@ class ElasticBuffer(Pooled):
         x: torch.Tensor,
         handle: EPHandle,
         topk_weights: torch.Tensor | None = None,
-        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        bias: Bias = None,
         num_sms: int = 0,
         num_qps: int = 0,
         previous_event: EventHandle | None = None,
@@ -236,14 +235,10 @@ class ElasticBuffer(Pooled):
         `topk_weights` float32 [rows, K], or one a row with `do_expand`, to bring home as well, `bias` up to two [T,
         hidden] bfloat16. Returns [T, hidden] bfloat16; [T, K] float32, 0 where masked, or None; the event."""
         self._begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
-        own, device = checks.kind("handle", handle, EPHandle, HANDLE), self._pool.device
-        rows, biases = own.room, self._mode.check_combine(x, own.room, bias, own)
-        if topk_weights is not None:
-            wanted = (rows,) if own.do_expand else (rows, own.topk_idx.shape[1])
-            checks.given("topk_weights", topk_weights, shape=wanted, dtype=torch.float32, device=device)
-        out = self._mode.combine_rows(own, as_rows(x), biases)
-        weights = None if topk_weights is None else self._mode.combine_entries(own, topk_weights)
-        return out, weights, calls.finished(async_with_compute_stream)
+        own = checks.kind("handle", handle, EPHandle, HANDLE)
+        shape = (own.room,) if own.do_expand else (own.room, own.topk_idx.shape[1])
+        home = self._mode.bring_home(x, own, bias, topk_weights, shape)
+        return *home, calls.finished(async_with_compute_stream)
 
     def _begin(
         self, event: EventHandle | EventOverlap | None, second: EventHandle | EventOverlap | None, on_comm_stream: bool

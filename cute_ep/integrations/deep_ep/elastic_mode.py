@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_ep import EPConfig, EPInputError
+from cute_ep import Dispatched, EPConfig, EPInputError
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.normal import NormalMode, Route
-from cute_ep.integrations.deep_ep.rows import rank_index
+from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.record import align_up
-from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
+from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, NO_ROW, ROW_ALIGNMENTS
 from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.routes import count_routes
 from cute_ep.runtime.sums import sum_rows
@@ -192,8 +192,9 @@ class ElasticMode(NormalMode):
         handle.rows, handle.num_expanded_tokens = counts.arriving, sum(padded)
         handle.num_recv_tokens_per_expert_list = padded
 
-    def combine_rows(self, handle: EPHandle, rows: torch.Tensor, biases: list[torch.Tensor]) -> torch.Tensor:
+    def sums(self, rows: torch.Tensor, handle: Route, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: biases and a token's rows, added as `ElasticBuffer.combine` says."""
+        assert isinstance(handle, EPHandle)
         communicator, batch = self._home(handle.sent)
         if handle.do_expand and self._reduce:
             rows, batch = sum_rows(rows, batch, sms=handle.num_sms)
@@ -210,9 +211,45 @@ class ElasticMode(NormalMode):
             total = total + home[:, slot].float()
         return total.bfloat16()
 
-    def combine_entries(self, handle: EPHandle, weights: torch.Tensor) -> torch.Tensor:
+    def sums_of_weights(self, weights: torch.Tensor, handle: Route) -> torch.Tensor:
         """[T, K] float32: each entry's weight from its rank; 0 where masked."""
+        assert isinstance(handle, EPHandle)
         _, _, slots = handle.entries()
         if handle.do_expand:
             weights = weights[slots.clamp(min=0)]
-        return self.combine_weights(torch.where(slots >= 0, weights, 0), handle)
+        return super().sums_of_weights(torch.where(slots >= 0, weights, 0), handle)
+
+
+class RankIndex(NamedTuple):
+    """Which row each (source, token) gets in a batch with one row per (token, rank), N of them.
+
+    Attributes:
+        live: [R, Tmax, K] bool, entries that have a row in the batch.
+        entry: [N] int64, source * Tmax + token of each row; 0 where there is no token.
+        filled: [N] bool, whether a token has the row.
+        source_ends: [R] int32; rows of source s end before source_ends[s] and begin at source_ends[s - 1].
+    """
+
+    live: torch.Tensor
+    entry: torch.Tensor
+    filled: torch.Tensor
+    source_ends: torch.Tensor
+
+
+def rank_index(batch: Dispatched, rows: int) -> RankIndex:
+    """Rows for a batch's tokens, one per (token, rank), by source rank, then token, as far as they fit into `rows`."""
+    sources, tokens, _ = batch.row_map.shape
+    device = batch.row_map.device
+    # kernels leave `row_map` alone where there is no token
+    exists = torch.arange(tokens, device=device) < batch.headers[:, HeaderWord.TOKENS, None]
+    live = exists[:, :, None] & (batch.row_map >= 0) & (batch.row_map < batch.tokens.shape[0])
+    has = live.any(dim=2)
+    inside = has.cumsum(1) - 1
+    counts = inside[:, -1] + 1
+    begins = counts.cumsum(0) - counts
+    row = torch.where(has, begins[:, None] + inside, rows).clamp(max=rows)
+    # what has no row goes to one place behind the last
+    entry = torch.full((rows + 1,), NO_ROW, dtype=torch.int64, device=device)
+    entry.scatter_(0, row.flatten(), torch.arange(sources * tokens, device=device))
+    filled = entry[:rows] >= 0
+    return RankIndex(live, torch.where(filled, entry[:rows], 0), filled, (begins + counts).int())

@@ -14,6 +14,8 @@ from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOP_K
 from cute_ep.runtime.routes import RouteCounts, count_routes
 from cute_ep.torch_internals import version_of
 
+Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""[R] tokens by rank, [T, R] whether a token goes to a rank, [E] entries by expert, [T, K] entries."""
 _GIVEN = WeakTensorKeyDictionary()
 """The `GivenLayout` of each `goes` that is still alive."""
 
@@ -53,9 +55,7 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
-def check_layout(
-    layout: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], ranks: int, device: torch.device
-) -> None:
+def check_layout(layout: Layout, ranks: int, nodes: int, device: torch.device) -> None:
     """EPInputError unless `routes_of` takes these, which `get_dispatch_layout` has not made."""
     by_rank, goes, by_expert, topk_idx = layout
     checks.given("num_tokens_per_rank", by_rank, shape=(ranks,), dtype=checks.ID_TYPES, device=device)
@@ -63,32 +63,42 @@ def check_layout(
     checks.given("num_tokens_per_expert", by_expert, shape=(None,), dtype=checks.ID_TYPES, device=device)
     experts = by_expert.shape[0]
     calls.check_experts(experts, ranks, "num_tokens_per_expert.shape[0]")
+    most, rule = MAX_TOP_K - (topk_idx is not None), "is_token_in_rank: must be of get_dispatch_layout with more than"
+    checks.require(ranks <= most, rule + " {} ranks, here {}", most, ranks)
     if topk_idx is not None:
         rule = "num_tokens_per_expert.shape[0] = {}: must not exceed {} with an is_token_in_rank of one's own"
-        checks.require(experts + ranks <= MAX_EXPERTS, rule, experts, MAX_EXPERTS - ranks)
+        checks.require(experts + ranks * nodes <= MAX_EXPERTS, rule, experts, MAX_EXPERTS - ranks * nodes)
         checks.given("topk_idx", topk_idx, shape=(goes.shape[0], None), dtype=checks.ID_TYPES, device=device)
         checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K - ranks, experts))
 
 
-def routes_of(
-    by_rank: torch.Tensor, goes: torch.Tensor, by_expert: torch.Tensor, topk_idx: torch.Tensor | None
-) -> tuple[RouteCounts, int]:
+def routes_of(layout: Layout, nodes: int) -> tuple[RouteCounts, int]:
     """Entries that bring each token where `goes` [T, R] says, with the caller's `counts`, and out of how many experts
-    they are: [T, K] given ones, but for those of other ranks, then one for each rank. Ids out of range stay so."""
+    they are: [T, K] given ones, but for those of other ranks, then one for each rank. Ids out of range stay so. Behind
+    its given experts each rank has one for each node, since a node needs as many experts as a token has entries."""
+    by_rank, goes, by_expert, topk_idx = layout
     (tokens, ranks), num_experts = goes.shape, by_expert.shape[0]
-    local = 1 if topk_idx is None else num_experts // ranks + 1
-    own = torch.arange(local - 1, local * ranks, local, dtype=torch.int32, device=goes.device)
+    given = 0 if topk_idx is None else num_experts // ranks
+    local = given + nodes
+    own = torch.arange(given, local * ranks, local, dtype=torch.int32, device=goes.device)
     entries = torch.where(goes, own, -1)
     if topk_idx is not None:
         ids = topk_idx.long()
         known = (ids >= 0) & (ids < num_experts)
-        server = ids.clamp(min=0, max=num_experts - 1) // (local - 1)
+        server = ids.clamp(min=0, max=num_experts - 1) // given
         gone = known & ~goes.gather(1, server)
-        shifted = torch.where(known, ids + server, torch.where(ids < 0, ids, ids + ranks))
+        shifted = torch.where(known, ids + server * nodes, torch.where(ids < 0, ids, ids + ranks * nodes))
         entries = torch.cat([torch.where(gone, -1, shifted), entries], dim=1)
     sent = torch.full((1,), tokens, dtype=torch.int32, device=goes.device)
     counts = whole_vectors(torch.cat([by_rank.int(), by_expert.int(), sent])[None])[0]
     return count_routes(entries, local * ranks, ranks)._replace(counts=counts), local * ranks
+
+
+def tokens_by_node(goes: torch.Tensor, ranks_per_node: int | None) -> torch.Tensor | None:
+    """[nodes] int32, how many tokens go to each node, of [T, R] bool; None: all ranks are on one."""
+    if ranks_per_node is None:
+        return None
+    return goes.unflatten(1, (-1, ranks_per_node)).any(2).sum(0, dtype=torch.int32)
 
 
 def whole_vectors(words: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,7 @@ from cute_ep.integrations.common.checks import Names, as_rows, require, roomy_co
 from cute_ep.integrations.common.halves import Halves, Hook
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import EventOverlap, Pooled, Rows, without_gradients
-from cute_ep.integrations.deep_ep.rows import find_sources
-from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
+from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOKENS_PER_RANK
 from cute_ep.runtime.pool import Hold
 
 NAMES: Names = {
@@ -49,6 +48,8 @@ class LowLatencyHandle(_Fields):
 
 class LowLatency(Pooled):
     """The calls of low-latency mode, over the communicators of a group. All runs on the current stream."""
+
+    most_ranks = MAX_EXPERTS  # over nodes
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
@@ -140,8 +141,7 @@ class LowLatency(Pooled):
 
         # a copy, since combine reads them again; not narrowed, since the kernel checks them
         sent = as_rows(x), topk_idx.clone(memory_format=torch.contiguous_format), None
-        frame, hooked = most if nodes else None, return_recv_hook
-        hook = self._halves.dispatch(communicator, DISPATCH, sent, out, received, hooked=hooked, frame=frame)
+        hook = self._halves.dispatch(communicator, DISPATCH, sent, out, received, hooked=return_recv_hook, frame=most)
         return calls.paired(blocks.rows, blocks.scales), out.row_counts, handle, calls.finished(async_finish), hook
 
     @without_gradients
@@ -219,3 +219,25 @@ class LowLatency(Pooled):
         """Give up every round whose hook was not called, which all ranks must have sent: it is received and dropped,
         and its hook raises EPError. Otherwise nothing: both modes may be mixed, whatever the arguments say."""
         self._halves.give_up()
+
+
+def find_sources(batch: Dispatched, nodes: int, frame: int, ranges: torch.Tensor) -> None:
+    """Say of the rows of blocks over nodes which rank each came from. Rewrites the tokens of `batch.src_info`, which
+    count nodes in frames, to those of the source rank.
+
+    Args:
+        ranges: [L, R] int64, written: rows of each rank in a block, and from bit 32 on where they begin.
+    """
+    assert batch.source_ranges is not None
+    (experts, rails, _), ranks = batch.source_ranges.shape, ranges.shape[1]
+    tokens = batch.src_info[:, 0].view(experts, -1)
+    place = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device).expand(tokens.shape)
+    ends = batch.source_ranges.sum(2).int()  # of each rail
+    rail = torch.searchsorted(ends, place.contiguous(), right=True)
+    filled = place < batch.row_counts[:, None]
+    part = torch.where(filled, rail * nodes + tokens // frame, ranks).long()
+    counts = torch.zeros(experts, ranks + 1, dtype=torch.int64, device=tokens.device)
+    counts = counts.scatter_add_(1, part, torch.ones_like(part))[:, :ranks]
+    packed = counts | (counts.cumsum(1) - counts) << 32
+    ranges.copy_(packed.view(experts, rails, nodes).transpose(1, 2).flatten(1))
+    tokens.remainder_(frame)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -17,7 +17,7 @@ from cute_ep.integrations.common import checks
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.layout import whole_vectors
 from cute_ep.layouts.maps.formats import FP8
-from cute_ep.layouts.maps.routing import RANK_MAJOR
+from cute_ep.layouts.maps.routing import MAX_TOP_K, RANK_MAJOR
 from cute_ep.runtime.counts import Counting
 from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.pool import Hold, Opening
@@ -33,6 +33,8 @@ FORMATS: dict[bool, dict[str, Any]] = {
     True: {"dispatch_format": "mxfp8", "scale_layout": "linear"},
 }
 """Of rows without and with scale factors: the format with as many bytes of these whose rows need no padding."""
+Bias: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+"""Up to two tensors to add to sums."""
 Sent = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """Tokens, [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits; [T, entries] float32 weights."""
 BY_RANK: dict[str, Any] = {"row_alignment": 1, "row_order": RANK_MAJOR}
@@ -86,6 +88,11 @@ class Route:
     of_words: dict[int, Returned] = field(default_factory=dict)
 
     @property
+    def frame(self) -> int:
+        """Of dispatches along it: over nodes their tokens count nodes in frames of so many rows."""
+        return max(self.tokens, 1)
+
+    @property
     def sent(self) -> Returned:
         """`of_rows`, behind the dispatch."""
         assert self.of_rows is not None
@@ -125,6 +132,11 @@ class NormalMode:
         """For `EPConfig`; the first time it is collective."""
         return self._pool.ranks_per_node if self._over_nodes else None
 
+    @property
+    def nodes(self) -> int:
+        """How many there are; as `ranks_per_node`."""
+        return self._pool.size // (self.ranks_per_node or self._pool.size)
+
     def exchange(self, counts: torch.Tensor) -> Counting:
         """Have all ranks know this one's `RouteCounts.counts`; the host does not wait yet."""
         asked: dict[str, Any] = {"opening": self._opening, "timeout_s": self._timeout_s}
@@ -132,11 +144,15 @@ class NormalMode:
         counting.exchange(counts)
         return counting
 
-    def config(self, hidden: int, route: Route, *, scaled: bool) -> EPConfig:
-        """Of rows of `hidden` elements, FP8 if `scaled`, along a route. EPInputError: a size breaks its rule."""
-        sizes = hidden, route.experts, route.routes.ids.shape[1], route.tokens, self._pool.size
+    def config(
+        self, hidden: int, route: Route, entries: torch.Tensor | None = None, *, scaled: bool = False
+    ) -> EPConfig:
+        """Of rows of `hidden` elements, FP8 if `scaled`, along a route; with `entries` of others than its own, by rank.
+        EPInputError: a size breaks its rule."""
+        ids, order = (route.routes.ids, route.order) if entries is None else (entries, BY_RANK)
+        sizes = hidden, route.experts, ids.shape[1], route.tokens, self._pool.size
         options = {"timeout_s": self._timeout_s, "ranks_per_node": self.ranks_per_node}
-        return self._made(self.names, sizes, **options, **route.order, **FORMATS[scaled])
+        return self._made(self.names, sizes, **options, **order, **FORMATS[scaled])
 
     def place(self, route: Route, table: torch.Tensor) -> None:
         """Find where a batch over nodes has the rows of a route. `table`: [R, words], of each rank how many it sends to
@@ -151,23 +167,29 @@ class NormalMode:
         source = torch.searchsorted(ends, row, right=True).clamp(max=ranks - 1)
         route.places = torch.where(row < ends[-1], row - (ends - counts)[source] + begins[source], row)
 
-    def check_combine(
-        self, x: torch.Tensor, rows: int, bias: torch.Tensor | tuple[torch.Tensor, ...] | None, route: Route
-    ) -> list[torch.Tensor]:
-        """The biases. EPInputError unless these are as many rows as a route brings home, in bfloat16, and up to two
-        biases of the output's shape, or the route's communicator was closed."""
+    def bring_home(
+        self, x: torch.Tensor, route: Route, bias: Bias, weights: torch.Tensor | None, shape: tuple[int | None, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`sums` of the rows of a route, and `sums_of_weights`, if these are given, of this shape, for each row. What
+        these return. EPInputError unless rows are as many, in bfloat16, weights float32, and biases up to two of the
+        output's shape, or the route's communicator was closed."""
         hold, device = route.sent.hold, self._pool.device
         calls.check_open(hold)
-        hidden = hold.communicator.cfg.hidden
-        checks.given("x", x, shape=(rows, hidden), dtype=torch.bfloat16, device=device)
-        if bias is None:
-            return []
-        given = {f"bias[{place}]": one for place, one in enumerate(bias)} if isinstance(bias, tuple) else {"bias": bias}
+        hidden, given = hold.communicator.cfg.hidden, dict[str, torch.Tensor]()
+        checks.given("x", x, shape=(shape[0], hidden), dtype=torch.bfloat16, device=device)
+        if bias is not None:
+            many = isinstance(bias, tuple)
+            given = {f"bias[{place}]": one for place, one in enumerate(bias)} if many else {"bias": bias}
         checks.require(len(given) <= 2, "len(bias) = {}: must be at most 2", len(given))
-        shape = route.routes.ids.shape[0], hidden
         for name, one in given.items():
-            checks.given(name, one, shape=shape, dtype=torch.bfloat16, device=device)
-        return list(given.values())
+            home = route.routes.ids.shape[0], hidden
+            checks.given(name, one, shape=home, dtype=torch.bfloat16, device=device)
+        if weights is not None:
+            checks.given("topk_weights", weights, shape=shape, dtype=torch.float32, device=device)
+            if weights.dim() > 1:
+                checks.integer("topk_weights.shape[1]", weights.shape[1], 1, MAX_TOP_K)
+        out = self.sums(checks.as_rows(x), route, list(given.values()))
+        return out, None if weights is None else self.sums_of_weights(weights, route)
 
     def dispatch(
         self, cfg: EPConfig, sent: Sent, route: Route, rows: int, *, exact: bool = True
@@ -187,8 +209,8 @@ class NormalMode:
         out = buffers_for(communicator, rows)
         if weights is not None and not exact:
             out.row_weights.zero_()
-        frame = max(route.tokens, 1) if cfg.nodes > 1 else None
-        batch = communicator.dispatch(checks.as_rows(x), route.routes.ids, weights, scales=wire, out=out, frame=frame)
+        given = checks.as_rows(x), route.routes.ids, weights
+        batch = communicator.dispatch(*given, scales=wire, out=out, frame=route.frame)
         factors = None
         if scales is not None and batch.scales is not None:
             factors = route.by_source(batch.scales[:rows].contiguous().view(scales.dtype), rows)
@@ -197,7 +219,7 @@ class NormalMode:
             route.of_rows = Returned(self._pool.hold(communicator), batch.without_rows())
         return route.by_source(batch.tokens, rows), factors, batch
 
-    def combine(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
+    def sums(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: for each token the sum of its rows over ranks, and of the biases, in float32."""
         communicator, batch = self._home(route.sent)
         rows = route.by_batch(rows)
@@ -208,20 +230,16 @@ class NormalMode:
             total += bias.float()
         return total.bfloat16()
 
-    def combine_weights(self, weights: torch.Tensor, route: Route) -> torch.Tensor:
+    def sums_of_weights(self, weights: torch.Tensor, route: Route) -> torch.Tensor:
         """[T, K] float32: sums of [rows, K] weights over ranks, in their order."""
-        words, ranks = whole_vectors(weights), self._pool.size
-        width, goes, of_words = words.shape[1], route.routes.goes, route.of_words
+        words, of_words = whole_vectors(weights), route.of_words
+        width, last_ids = words.shape[1], route.routes.last_ids
         if width not in of_words or of_words[width].hold.communicator.closed:
-            experts = ranks * (ranks // (self.ranks_per_node or ranks))  # one of each rank, for each node
-            sizes = width * 2, experts, ranks, route.tokens, ranks
-            options = BY_RANK | FORMATS[False] | {"ranks_per_node": self.ranks_per_node}
-            communicator = self._connect(self._made(self.names, sizes, timeout_s=self._timeout_s, **options))
-            nothing = torch.zeros((len(goes), width * 2), dtype=torch.bfloat16, device=weights.device)
-            of_rank = torch.arange(0, experts, experts // ranks, dtype=torch.int32, device=goes.device)
-            ids = torch.where(goes, of_rank, -1)
-            frame = max(route.tokens, 1) if communicator.cfg.nodes > 1 else None
-            batch = communicator.dispatch(nothing, ids, out=buffers_for(communicator, route.rows), frame=frame)
+            # an entry of each rank that a token goes to, ascending behind those that there are not
+            ids = last_ids.sort(1).values[:, -self._pool.size :].contiguous()
+            communicator = self._connect(self.config(width * 2, route, ids))
+            nothing = torch.zeros((len(ids), width * 2), dtype=torch.bfloat16, device=weights.device)
+            batch = communicator.dispatch(nothing, ids, out=buffers_for(communicator, route.rows), frame=route.frame)
             kept = batch.without_rows().derived(topk_ids=ids)
             of_words[width] = Returned(self._pool.hold(communicator), kept)
         communicator, batch = self._home(of_words[width])

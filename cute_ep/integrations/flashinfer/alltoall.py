@@ -11,7 +11,7 @@ from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams
 from cute_ep import EPConfigError, EPError
 from cute_ep.api.config import is_integer
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import Names, named_config, require
+from cute_ep.integrations.common.checks import Names, demand, named_config, require
 from cute_ep.integrations.flashinfer.communication import Arguments, CuteEPCommunication, group_of
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 from cute_ep.runtime.group_pool import own_device
@@ -65,12 +65,11 @@ class MoeAlltoAll:
         backend: str = "trtllm",
     ) -> None:
         rule = "eplb_stats_num_experts = {}: must be 0, statistics are not gathered"
-        require(not eplb_stats_num_experts, rule, eplb_stats_num_experts, error=EPConfigError)
-        rule = "enable_rank_mask = True: must be False, all ranks take part"
-        require(not enable_rank_mask, rule, error=EPConfigError)
+        demand(not eplb_stats_num_experts, rule, eplb_stats_num_experts)
+        demand(not enable_rank_mask, "enable_rank_mask = True: must be False, all ranks take part")
         rule = "mapping = {}: must be FlashInfer's Mapping, with {}"
         for name in ("moe_ep_rank", "moe_ep_size"):
-            require(hasattr(mapping, name), rule, type(mapping).__name__, name, error=EPConfigError)
+            demand(hasattr(mapping, name), rule, type(mapping).__name__, name)
         self.ep_rank, self.ep_size = mapping.moe_ep_rank, mapping.moe_ep_size
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         sizes = 128 if hidden_size is None else hidden_size, num_experts, top_k, max_num_tokens, self.ep_size

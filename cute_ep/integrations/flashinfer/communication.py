@@ -14,7 +14,7 @@ from cute_ep import Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import checks, pools
-from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, named_config, require
+from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, demand, named_config, require
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 
 NAME = "cute_ep"
@@ -134,10 +134,10 @@ class CuteEPCommunication(moe_ep.MoEEpCommunication):
         given = "bootstrap.rank, bootstrap.world_size"
         self._group = group_of(bootstrap.process_group, bootstrap.rank, bootstrap.world_size, given)
         rule = "params.dtype = {}: must be torch.bfloat16 or None, experts return it"
-        require(params.dtype in (None, torch.bfloat16), rule, params.dtype, error=EPConfigError)
+        demand(params.dtype in (None, torch.bfloat16), rule, params.dtype)
         wanted = getattr(params.dispatch_format, "name", None)
         rule, known = "params.dispatch_format = {}: must be None or one of {}", ", ".join(map(str, FORMATS))
-        require(wanted in FORMATS, rule, wanted, known, error=EPConfigError)
+        demand(wanted in FORMATS, rule, wanted, known)
         self._config("bf16")
         self._config(FORMATS[wanted])
         checks.sms("config.sms", self.config.sms)
@@ -288,9 +288,9 @@ def group_of(group: dist.ProcessGroup | None, rank: int, size: int, names: str) 
     """The process group of the ranks, the default one for None. EPConfigError: it is not of this rank and size."""
     if group is None:
         rule = "process_group = None: needs a default group, call torch.distributed.init_process_group first"
-        require(dist.is_initialized(), rule, error=EPConfigError)
+        demand(dist.is_initialized(), rule)
         group = dist.group.WORLD
     checks.group("process_group", group)
     found, rule = (group.rank(), group.size()), "{} = {}, {}: must be those of the process group, {}, {}"
-    require(found == (rank, size), rule, names, rank, size, *found, error=EPConfigError)
+    demand(found == (rank, size), rule, names, rank, size, *found)
     return group

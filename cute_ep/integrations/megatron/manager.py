@@ -15,8 +15,8 @@ import cute_ep.ops
 from cute_ep import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
 from cute_ep.integrations.common import checks, pools
+from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS
 from cute_ep.ops.row_weights import SCALAR_HIDDEN, dispatch_weighted
-from cute_ep.runtime.routes import count_routes
 
 LOG = logging.getLogger(__name__)
 FEWER = "lower --micro-batch-size, or raise --context-parallel-size"
@@ -56,8 +56,12 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         if config.overlap_moe_expert_parallel_comm:
             rule = "must be False with cute_ep, whose kernels of two streams may wait for each other's SMs"
             raise EPConfigError(f"overlap_moe_expert_parallel_comm = True: {rule}")
-        checks.group("group", group)
-        checks.named_config(NAMES, (SCALAR_HIDDEN, num_experts, router_topk, 1, group.size()), error=EPConfigError)
+        checks.group("group", group, MAX_EXPERTS)
+        ranks, nodes = group.size(), None
+        if ranks > MAX_RANKS:  # which only nodes can have; fewer are counted when they connect
+            nodes = pools.pool_of(group).ranks_per_node
+        sizes = SCALAR_HIDDEN, num_experts, router_topk, 1, ranks
+        checks.named_config(NAMES, sizes, error=EPConfigError, ranks_per_node=nodes)
         checks.sms("moe_deepep_num_sms", config.moe_deepep_num_sms)
         self.group, self.config = group, config
         self.num_local_experts, self.num_experts, self.router_topk = num_local_experts, num_experts, router_topk
@@ -93,20 +97,18 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         checks.most("hidden_states.shape[0]", tokens, FEWER)
         checks.require(tokens == routed, "hidden_states.shape[0] = {}: must be {}, as of routing_map", tokens, routed)
         checks.given("routing_map", self.token_indices, device=ranks.device)
-        sizes, nodes = (self.num_experts, self.router_topk), ranks.ranks_per_node
-        made = {"row_alignment": self.row_alignment, "ranks_per_node": nodes}
-        pools.config_for(ranks, NAMES, (hidden, *sizes, tokens), **made)
-        routes = count_routes(self.token_indices, self.num_experts, self.group.size())
-        counts = ranks.exchange_counts(routes, self.num_experts, sms=sms, ranks_per_node=nodes)
+        sizes = self.num_experts, self.router_topk
+        made = {"row_alignment": self.row_alignment, "ranks_per_node": ranks.ranks_per_node}
+        cfg = pools.config_for(ranks, NAMES, (hidden, *sizes, tokens), **made)
+        counts, _ = ranks.exchange_counts(self.token_indices, cfg, sms)
         every = counts.padded(self.row_alignment)
         self.tokens_per_expert = torch.tensor(every, device="cpu")
         comm, scalars = (
             cute_ep.ops.register(pools.communicator_for(ranks, NAMES, (columns, *sizes, counts.tokens), sms, **made))
             for columns in (hidden, SCALAR_HIDDEN)
         )
-        received = dispatch_weighted(
-            hidden_states, self.token_indices, self.token_probs.float(), comm, scalars, capacity=sum(every)
-        )
+        given = hidden_states, self.token_indices, self.token_probs.float(), comm, scalars
+        received = dispatch_weighted(*given, capacity=sum(every), frame=max(counts.tokens, 1))
         self._batch, probs = (received.batch, tuple(received.tokens.shape)), received.weights
         self.dispatched_probs = probs.double() if self.config.moe_router_dtype == "fp64" else probs
         return received.tokens

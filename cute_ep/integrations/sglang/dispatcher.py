@@ -11,11 +11,10 @@ from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfigError, 
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import checks, pools, versions
 from cute_ep.integrations.common.blocks import PACKED, columns_first, packed_exponents
-from cute_ep.integrations.common.checks import FLOATS, as_rows, named_config, require
+from cute_ep.integrations.common.checks import FLOATS, as_rows, demand, named_config, require
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, max_rows
-from cute_ep.runtime.routes import count_routes
 
 versions.require("sglang", (0, 5, 23), (0, 5, 24))
 
@@ -62,7 +61,7 @@ class CuteEPDispatcher(BaseDispatcher):
         super().__init__()
         checks.group("group", group)
         ranks, tokens = group.size(), envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()
-        require(params_dtype == torch.bfloat16, "--dtype = {}: must be bfloat16", params_dtype, error=EPConfigError)
+        demand(params_dtype == torch.bfloat16, "--dtype = {}: must be bfloat16", params_dtype)
         if num_local_experts * ranks != num_experts:
             rule = "choose --ep-num-redundant-experts so that all ranks have as many"
             each = f"num_experts = {num_experts}: must be {num_local_experts} on each of {ranks} ranks"
@@ -122,8 +121,7 @@ class CuteEPDispatcher(BaseDispatcher):
             together = self._tokens_of_all(tokens)
             room = max_rows(together * cfg.top_k, cfg.local_experts, ALIGNMENT)
         else:
-            routes = count_routes(ids, cfg.num_experts, cfg.world_size)
-            counts = ranks.exchange_counts(routes, cfg.num_experts, sms=_sms(), timeout_s=TIMEOUT_S)
+            counts, routes = ranks.exchange_counts(ids, cfg, _sms())
             room, ids = sum(counts.padded(ALIGNMENT)), routes.ids
         out = DispatchBuffers.carve(communicator.cfg, communicator.device, room)
         batch = communicator.dispatch(as_rows(hidden_states), ids, weights, out=out)
@@ -201,7 +199,7 @@ def _format(fp8: bool, block: int, hidden: int) -> FormatName:
     packed = get_deepep_v2_fp8_scale_format().ue8m0
     formats: dict[int, FormatName] = {128: "fp8_pow2", 32: "mxfp8"} if packed else {128: "fp8"}
     rule, known = "activation_scale_block_size = {}: must be {} on this GPU", " or ".join(map(str, formats))
-    require(block in formats, rule, block, known, error=EPConfigError)
+    demand(block in formats, rule, block, known)
     multiple = FORMATS[formats[block]].block * (PACKED if packed else 1)
-    require(hidden % multiple == 0, "hidden_size = {}: must be a multiple of {}", hidden, multiple, error=EPConfigError)
+    demand(hidden % multiple == 0, "hidden_size = {}: must be a multiple of {}", hidden, multiple)
     return formats[block]

@@ -17,7 +17,7 @@ from cute_ep.api.config import is_integer, is_number
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.integrations.common import checks, pools
-from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, named_config, require, room_for
+from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, demand, named_config, room_for
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.library import FORWARD_OPS
 from cute_ep.ops.registry import is_open
@@ -57,7 +57,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         super().__init__(config)
         factor = config.non_blocking_capacity_factor
         good = factor is None or (is_number(factor) and 0 < factor <= 1)
-        require(good, "non_blocking_capacity_factor = {!r}: must be in (0, 1], or None", factor, error=EPConfigError)
+        demand(good, "non_blocking_capacity_factor = {!r}: must be in (0, 1], or None", factor)
         checks.mode("mode", config.mode)
         checks.sms("sms", config.sms)
         self.config, self.alignment = config, alignment_for(config.pad_multiple or 1, "pad_multiple")
@@ -67,7 +67,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
     def wire_meshes(self, *, ep_mesh: Any) -> None:
         """Take the mesh; collective over it where the configuration says enough to connect."""
         rule = "ep_mesh = None: must be a mesh; set parallelism.expert_parallel_degree to 2 or more"
-        require(ep_mesh is not None, rule, error=EPConfigError)
+        demand(ep_mesh is not None, rule)
         tokens, hidden = self.config.num_max_tokens_per_rank, self.config.hidden_dim
         if is_integer(tokens):
             checks.most("num_max_tokens_per_rank", tokens, FEWER)

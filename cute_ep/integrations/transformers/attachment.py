@@ -18,7 +18,7 @@ from cute_ep import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_devices
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import Names, named_config, require
+from cute_ep.integrations.common.checks import Names, demand, named_config, require
 from cute_ep.integrations.transformers import experts
 from cute_ep.integrations.transformers.exchange import Exchange, Round
 from cute_ep.layouts.maps.record import align_up
@@ -48,10 +48,9 @@ class Attachment(AbstractContextManager["Attachment"]):
     ) -> None:
         self.devices = check_devices(devices)
         ranks = len(self.devices)
-        rule = "len(devices) = {}: must be in [1, {}], one a rank"
-        require(1 <= ranks <= MAX_RANKS, rule, ranks, MAX_RANKS, error=EPConfigError)
+        demand(1 <= ranks <= MAX_RANKS, "len(devices) = {}: must be in [1, {}], one a rank", ranks, MAX_RANKS)
         alike, given = {device.type for device in self.devices}, [str(device) for device in self.devices]
-        require(alike in ({"cpu"}, {"cuda"}), "devices = {}: must be all CUDA or all cpu", given, error=EPConfigError)
+        demand(alike in ({"cpu"}, {"cuda"}), "devices = {}: must be all CUDA or all cpu", given)
         for device in self.devices:
             if device.index is not None and device.type == "cuda":
                 check_gpu("devices", device.index)
@@ -61,13 +60,12 @@ class Attachment(AbstractContextManager["Attachment"]):
         self._room = -(-self.max_tokens // ranks)  # tokens of a rank in such a pass
         modules = model.named_modules() if isinstance(model, nn.Module) else ()
         found = {name or "model": module for name, module in modules if experts.is_experts(module)}
-        rule = "model = {}: has no experts that transformers' experts interface calls"
-        require(found, rule, type(model).__name__, error=EPConfigError)
+        demand(found, "model = {}: has no experts that transformers' experts interface calls", type(model).__name__)
         for name, module in found.items():
             experts.check_experts(name, module)
-            require(module not in _LAYERS, "{}: is attached already, detach it first", name, error=EPConfigError)
+            demand(module not in _LAYERS, "{}: is attached already, detach it first", name)
             rule = "{}: is split over processes already, by the model's expert parallel plan"
-            require(not _is_split(module), rule, name, error=EPConfigError)
+            demand(not _is_split(module), rule, name)
             padded = f"{name}: experts, padded to equal parts of the ranks,"
             names = {**NAMES, "hidden": f"{name}: hidden size", "num_experts": padded}
             sizes = experts.hidden_size(module), align_up(module.num_experts, ranks), 1, self._room, ranks

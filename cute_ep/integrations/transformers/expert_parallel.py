@@ -15,7 +15,6 @@ from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.integrations.common import checks, pools
 from cute_ep.integrations.transformers import experts
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
-from cute_ep.runtime.routes import count_routes
 
 NAMES: checks.Names = {
     "hidden": "hidden_states.shape[1]",
@@ -64,13 +63,12 @@ class CuteEP(EPImplementation):
         return shared.redistribute(self.tp_mesh, [Shard(0)]).to_local()
 
     def _exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        group = self.ep_mesh.get_group()
-        ranks, sizes = pools.pool_of(group), (x.shape[1], self.num_experts, ids.shape[1])
+        ranks = pools.pool_of(self.ep_mesh.get_group())
+        sizes = x.shape[1], self.num_experts, ids.shape[1]
         checks.given("hidden_states", x, device=ranks.device)
-        pools.config_for(ranks, NAMES, (*sizes, len(x)))
+        cfg = pools.config_for(ranks, NAMES, (*sizes, len(x)))
         given = None if torch.is_grad_enabled() and weights.requires_grad else weights.detach()
-        routes = count_routes(ids, self.num_experts, group.size(), weights=given, mask=True)
-        counts = ranks.exchange_counts(routes, self.num_experts)
+        counts, routes = ranks.exchange_counts(ids, cfg, weights=given, mask=True)
         comm = cute_ep.ops.register(pools.communicator_for(ranks, NAMES, (*sizes, counts.tokens)))
         wide = weights.float() if routes.weights is None else routes.weights
         batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=sum(counts.entries))

@@ -16,7 +16,7 @@ from cute_ep import EPConfigError, Gate, fused_silu
 from cute_ep.api.config import is_number
 from cute_ep.api.host import host_list
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import require
+from cute_ep.integrations.common.checks import demand, require
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_TOP_K
 from cute_ep.nn.gates import add_bias, plain
@@ -37,17 +37,17 @@ def is_experts(module: nn.Module) -> bool:
 
 def check_experts(name: str, module: nn.Module) -> None:
     """EPConfigError unless `run` computes what this experts module does."""
-    require(is_experts(module), "{} = {}: must be experts", name, type(module).__name__, error=EPConfigError)
+    demand(is_experts(module), "{} = {}: must be experts", name, type(module).__name__)
     unknown = {flag for flag in vars(module) if flag.startswith("has_")} - KNOWN_FLAGS
     if wanted := sorted(flag for flag in unknown if getattr(module, flag)):
         rule = f"must be one of {', '.join(sorted(KNOWN_FLAGS))}; this version of cute_ep does not know what such"
         raise EPConfigError(f"{name}.{wanted[0]} = {getattr(module, wanted[0])}: {rule} experts compute")
     for weight in weight_names(module):
         own = hasattr(module, weight)
-        require(own, "{} = {}: must have a parameter {}", name, type(module).__name__, weight, error=EPConfigError)
+        demand(own, "{} = {}: must have a parameter {}", name, type(module).__name__, weight)
         kind, rule = getattr(module, weight).dtype, "{}.{}.dtype = {}: must be one of {}; quantised experts are not "
         known = ", ".join(map(str, WEIGHTS))
-        require(kind in WEIGHTS, rule + "supported", name, weight, kind, known, error=EPConfigError)
+        demand(kind in WEIGHTS, rule + "supported", name, weight, kind, known)
 
 
 def check_routed(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, hidden: int | None = None) -> None:
@@ -129,8 +129,7 @@ class Shards:
         """Each rank's part of a parameter, differentiable if gradients are enabled."""
         whole = getattr(module, name)
         have, want = whole.shape[0], sum(self.counts)
-        rule = "{}.shape[0] = {}: must be the number of experts, {}"
-        require(have == want, rule, name, have, want, error=EPConfigError)
+        demand(have == want, "{}.shape[0] = {}: must be the number of experts, {}", name, have, want)
         keep = any(device != whole.device for device in self.devices) and not whole.is_inference()
         keep = keep and not (torch.is_grad_enabled() and whole.requires_grad)
         if not keep:

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from cute_ep import Dispatched, EPConfig, EPConfigError
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.common.checks import require
+from cute_ep.integrations.common.checks import demand
 from cute_ep.integrations.vllm.layer import CuteEPLayer, PrepareInput, Sending, quantize
 from cute_ep.integrations.vllm.manager import NAMES
 from cute_ep.layouts.maps.formats import BF16
@@ -54,22 +54,22 @@ class CuteEPBatched(CuteEPLayer):
         if not fp8:
             good = fused_experts.expects_unquantized_inputs or quant.quant_dtype == "nvfp4"
             good = good or not isinstance(quant.quant_dtype, str)
-            rule = "quant_dtype = {!r}: has no batched format; use --all2all-backend cute_ep"
-            require(good, rule, quant.quant_dtype, error=EPConfigError)
+            demand(good, "quant_dtype = {!r}: has no batched format; use --all2all-backend cute_ep", quant.quant_dtype)
             return cfg
         ranks, tokens = cfg.world_size, cfg.max_tokens_per_rank
         self._packed = fused_experts.supports_packed_ue8m0_act_scales()
         if self._packed:
             rule, columns = "{} = {}: must be a multiple of {} on this GPU", PACKED_COLUMNS
-            require(cfg.hidden % columns == 0, rule, "hidden", cfg.hidden, columns, error=EPConfigError)
+            demand(cfg.hidden % columns == 0, rule, "hidden", cfg.hidden, columns)
             made, slots = f"{ranks} ranks x {tokens} tokens", ranks * tokens
             rule += "; change --max-num-batched-tokens"
-            require(slots % SLOTS == 0, rule, made, slots, SLOTS, error=EPConfigError)
+            demand(slots % SLOTS == 0, rule, made, slots, SLOTS)
         kind: FormatName = "fp8_pow2" if self._packed else "fp8"
         sizes = cfg.hidden, cfg.num_experts, cfg.top_k, tokens, ranks
-        return block_config(NAMES, sizes, kind, error=EPConfigError, timeout_s=cfg.timeout_s)
+        options = {"timeout_s": cfg.timeout_s, "ranks_per_node": cfg.ranks_per_node}
+        return block_config(NAMES, sizes, kind, error=EPConfigError, **options)
 
-    def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor) -> Sending:
+    def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor, tokens: int) -> Sending:
         cfg, quant = self._cfg, given.quant_config
         assert cfg.block_rows is not None
         blocks = Blocks(self._connected(), cfg.block_rows, packed=self._packed)
@@ -81,7 +81,7 @@ class CuteEPBatched(CuteEPLayer):
             made = (blocks.rows, blocks.scales) if as_it_is else _quantized(blocks, quant)
             return *made, mk.ExpertTokensMetadata(batch.row_counts, None), None, None
 
-        return (rows, given.topk_ids.contiguous(), weights), {}, blocks.out, result
+        return (rows, given.topk_ids.contiguous(), weights), None, blocks.out, result
 
 
 def _quantized(blocks: Blocks, quant: FusedMoEQuantConfig) -> tuple[Tensor, Tensor | None]:

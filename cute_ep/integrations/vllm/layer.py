@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook
@@ -17,17 +18,18 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_may
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
 from cute_ep.api.tensors import overlap
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import FLOATS, as_rows, require
+from cute_ep.integrations.common.checks import FLOATS, as_rows, demand, require
 from cute_ep.integrations.common.halves import Hook
 from cute_ep.integrations.common.pools import OwnSizes
 from cute_ep.integrations.vllm.manager import DEFAULTS, NAMES, WORDS, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import BF16, FP8
+from cute_ep.layouts.maps.routing import MAX_RANKS
 
 MOST = "a1.shape[0] = {}: must not exceed {}, {}"
 """Rule for the tokens of a call, the most, and what those come from."""
-Sending = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], DispatchBuffers, Callable[[Dispatched], Any]]
-"""What a dispatch is given: rows, ids, weights; options, as scale factors of quantised rows; memory. And what makes of
-its batch what vLLM gets: called once, behind it and in the thread of the batch."""
+Sending = tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, DispatchBuffers, Callable[[Dispatched], Any]]
+"""What a dispatch is given: rows, ids, weights; scale factors of quantised rows; memory. And what makes of its batch
+what vLLM gets: called once, behind it and in the thread of the batch."""
 PREPARE, FINALIZE = "prepare", "finalize"
 QUANTIZED_BY = (
     *("quant_dtype", "per_act_token_quant", "block_shape", "is_scale_swizzled", "is_scale_transposed", "mx_alignment"),
@@ -59,10 +61,17 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     _made: Callable[..., EPConfig]  # makes the configuration of rows in bfloat16
     _reducer: type | None = None  # of `weight_and_reduce_impl`, where finalize asks for one
 
-    def __init__(self, manager: CuteEPAll2AllManager, sizes: OwnSizes, options: Options = DEFAULTS) -> None:
+    def __init__(
+        self, manager: CuteEPAll2AllManager, sizes: OwnSizes, options: Options = DEFAULTS, *, sp_size: int = 1
+    ) -> None:
+        """`sp_size`: ranks that share a data parallel rank's tokens."""
         super().__init__()
-        self._manager, self._options, every = manager, options, (*sizes, manager.world_size)
-        self._cfg = self._made(NAMES, every, error=EPConfigError, timeout_s=options.timeout_s)
+        self._manager, self._options, self._sp_size = manager, options, sp_size
+        ranks, nodes = manager.world_size, None
+        if ranks > MAX_RANKS:  # which only nodes can have; fewer are counted when they connect
+            nodes = manager.pool.ranks_per_node
+        made = {"timeout_s": options.timeout_s, "ranks_per_node": nodes}
+        self._cfg = self._made(NAMES, (*sizes, ranks), error=EPConfigError, **made)
         self._communicator: EPCommunicator | None = None
         self._batches: dict[int, tuple[Dispatched, int]] = {}  # and rows returned, by vLLM's number of the micro-batch
 
@@ -84,7 +93,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         hidden, own = self._cfg.hidden, fused_experts.output_hidden_dim(self._cfg.hidden)
         rule = "must be {}, rows are not padded here; choose other experts, such as --moe-backend marlin"
         given = f"{type(fused_experts).__name__}.output_hidden_dim({hidden}) = {own}"
-        require(own == hidden, f"{given}: {rule}", hidden, error=EPConfigError)
+        demand(own == hidden, f"{given}: {rule}", hidden)
         blocks, quant = fused_experts.quant_config.block_shape, fused_experts.quant_config
         square = blocks is not None and list(blocks) == [FP8.block, FP8.block]
         fp8 = square and quant.quant_dtype == torch.float8_e4m3fn and not quant.is_scale_transposed
@@ -164,8 +173,9 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         rows, weights = given.a1, given.topk_weights.float().contiguous()
         if given.weighted:
             rows, weights = rows * given.topk_weights.to(rows.dtype), torch.ones_like(weights)
-        sent, options, out, result = self._sending(given, as_rows(rows), weights)
-        received: list[Dispatched] = []
+        tokens = self._most_tokens(shape[0])
+        sent, scales, out, result = self._sending(given, as_rows(rows), weights, tokens)
+        options, received = {"scales": scales, "frame": min(max(tokens, 1), most)}, list[Dispatched]()
         hook = halves.dispatch(communicator, PREPARE, sent, out, received.append, hooked=hooked, **options)
 
         def receiver() -> mk.PrepareResultType:
@@ -176,8 +186,18 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         return hook, receiver
 
     @abstractmethod
-    def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor) -> Sending:
-        """The dispatch of [T, hidden] bfloat16 rows with [T, K] float32 weights; arguments were checked."""
+    def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor, tokens: int) -> Sending:
+        """The dispatch of [T, hidden] bfloat16 rows with [T, K] float32 weights; arguments were checked. `tokens`: what
+        no rank has more of."""
+
+    def _most_tokens(self, own: int) -> int:
+        """What no rank has more than, the same on all ranks; `own`: tokens of this one."""
+        context = get_forward_context() if is_forward_context_available() else None
+        if context is None or context.dp_metadata is None:
+            return self._cfg.max_tokens_per_rank
+        tokens = -(-int(context.dp_metadata.num_tokens_across_dp_cpu.max()) // self._sp_size)
+        require(own <= tokens, MOST, own, tokens, "the most that vLLM says a rank has")
+        return tokens
 
     def finalize(
         self,

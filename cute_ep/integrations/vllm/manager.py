@@ -14,6 +14,7 @@ from cute_ep import EPCommunicator, EPConfigError
 from cute_ep.api.config import is_integer
 from cute_ep.api.types import CombineMode
 from cute_ep.integrations.common import checks, halves, pools
+from cute_ep.layouts.maps.routing import MAX_EXPERTS
 from cute_ep.runtime.group_pool import GroupPool
 
 KEY = "cute_ep"
@@ -43,7 +44,7 @@ class Options:
         checks.integer(rows, self.static_rows, 0, error=EPConfigError)
         checks.seconds(timeout, self.timeout_s)
         good = self.sms is None or (is_integer(self.sms) and self.sms > 0)
-        checks.require(good, "{} = {!r}: must be a positive integer or None", sms, self.sms, error=EPConfigError)
+        checks.demand(good, "{} = {!r}: must be a positive integer or None", sms, self.sms)
 
     @classmethod
     def of(cls, additional: Any) -> Self:
@@ -67,7 +68,7 @@ class CuteEPAll2AllManager(All2AllManagerBase):
     def __init__(self, cpu_group: dist.ProcessGroup) -> None:
         """Collective over the group."""
         super().__init__(cpu_group)
-        checks.group("cpu_group", cpu_group)
+        checks.group("cpu_group", cpu_group, MAX_EXPERTS)
         self.pool = GroupPool(cpu_group)
         self.halves = halves.Halves(self.pool, "let go of them, and the next call drops their rounds")
 

@@ -156,7 +156,8 @@ def _layer(moe: Any, manager: Any) -> Any:
     config = get_current_vllm_config()
     sizes = moe.hidden_dim, moe.num_experts, moe.experts_per_token, moe.max_num_tokens
     options = Options.of(config.additional_config)
+    shared_by = moe.moe_parallel_config.sp_size
     if moe.moe_parallel_config.all2all_backend == BATCHED:
-        return CuteEPBatched(manager, sizes, options)
+        return CuteEPBatched(manager, sizes, options, sp_size=shared_by)
     graphs = config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
-    return CuteEPStandard(manager, sizes, options, sp_size=moe.moe_parallel_config.sp_size, graphs=graphs)
+    return CuteEPStandard(manager, sizes, options, sp_size=shared_by, graphs=graphs)

@@ -8,18 +8,16 @@ from dataclasses import replace
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
-from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.v1.worker import workspace
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPInputError
-from cute_ep.integrations.common.checks import as_rows, named_config, require
+from cute_ep.integrations.common.checks import as_rows, named_config
 from cute_ep.integrations.common.pools import OwnSizes
-from cute_ep.integrations.vllm.layer import MOST, CuteEPLayer, PrepareInput, Sending, quantize
+from cute_ep.integrations.vllm.layer import CuteEPLayer, PrepareInput, Sending, quantize
 from cute_ep.integrations.vllm.manager import DEFAULTS, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import max_rows
-from cute_ep.runtime.routes import count_routes
 
 
 class CuteEPStandard(CuteEPLayer):
@@ -45,9 +43,9 @@ class CuteEPStandard(CuteEPLayer):
         sp_size: int = 1,
         graphs: bool = False,
     ) -> None:
-        """`sp_size`: ranks that share a data parallel rank's tokens. `graphs`: whether vLLM captures CUDA graphs."""
-        super().__init__(manager, sizes, options)
-        self._sp_size, self._graphs = sp_size, graphs
+        """`graphs`: whether vLLM captures CUDA graphs."""
+        super().__init__(manager, sizes, options, sp_size=sp_size)
+        self._graphs = graphs
         self._called: set[int] = set()  # by which micro-batches
 
     @property
@@ -60,7 +58,7 @@ class CuteEPStandard(CuteEPLayer):
     def _config_for(self, fused_experts: mk.FusedMoEExperts, fp8: bool) -> EPConfig:
         return replace(self._cfg, dispatch_format="fp8", scale_layout="linear") if fp8 else self._cfg
 
-    def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor) -> Sending:
+    def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor, tokens: int) -> Sending:
         quant, scales, quantized = given.quant_config, None, self._cfg.format is FP8
         as_it_is = quantized or given.defer_input_quant or quant.quant_dtype is None
         if quantized:
@@ -69,7 +67,6 @@ class CuteEPStandard(CuteEPLayer):
                 kind = None if scales is None else scales.dtype
                 raise EPInputError(f"vLLM's scale factors are {kind}: must be torch.float32, one for 128 elements")
             rows, scales = as_rows(rows), scales.contiguous()
-        tokens = self._most_tokens(given.topk_ids.shape[0])
         room, counted, ids = self._room(given.topk_ids, tokens)
         communicator = self._connected()
         out = DispatchBuffers.carve(communicator.cfg, communicator.device, max(room, 1))
@@ -87,17 +84,7 @@ class CuteEPStandard(CuteEPLayer):
             ones = torch.ones(numbers.shape, dtype=torch.float32, device=numbers.device)
             return rows, factors, meta, numbers, ones
 
-        frame = tokens if self._cfg.nodes > 1 else None
-        return (rows, ids, weights), {"scales": scales, "frame": frame}, out, result
-
-    def _most_tokens(self, own: int) -> int:
-        """What no rank has more than, the same on all ranks; `own`: tokens of this one."""
-        context = get_forward_context() if is_forward_context_available() else None
-        if context is None or context.dp_metadata is None:
-            return self._cfg.max_tokens_per_rank
-        tokens = -(-int(context.dp_metadata.num_tokens_across_dp_cpu.max()) // self._sp_size)
-        require(own <= tokens, MOST, own, tokens, "the most that vLLM says a rank has")
-        return tokens
+        return (rows, ids, weights), scales, out, result
 
     def _room(self, topk_ids: Tensor, tokens: int) -> tuple[int, Tensor | None, Tensor]:
         """Room for rows that come, or at most can come, with those that pad an expert's; [L] int32 rows of each local
@@ -105,10 +92,7 @@ class CuteEPStandard(CuteEPLayer):
         cfg = self._cfg
         most, first = self._most_rows(tokens, cfg.top_k), self._is_first()
         if most > self._options.static_rows and not self._manager.pool.capturing():
-            routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size)
-            asked = {"sms": self._options.sms, "timeout_s": self._options.timeout_s}
-            nodes = cfg.ranks_per_node
-            counts = self._manager.pool.exchange_counts(routes, cfg.num_experts, **asked, ranks_per_node=nodes)
+            counts, routes = self._manager.pool.exchange_counts(topk_ids, cfg, self._options.sms)
             if first:
                 return self._reserved_rows(), None, routes.ids
             entries = torch.tensor(counts.entries, dtype=torch.int32, device="cpu")
