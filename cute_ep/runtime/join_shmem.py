@@ -12,7 +12,7 @@ from cute_ep.runtime.driver import Kernel
 from cute_ep.runtime.join_nodes import mail_kernels, mail_parts, rail_status
 from cute_ep.runtime.mail import RankMail
 from cute_ep.runtime.meeting import Meeting
-from cute_ep.runtime.rails.shmem import ShmemRail, chosen_start
+from cute_ep.runtime.rails.shmem import ShmemRail, check_room, chosen_start
 from cute_ep.runtime.rails.shmem_library import Begun, ShmemLibrary
 from cute_ep.runtime.status import Status
 
@@ -55,6 +55,7 @@ def join_shmem(cfg: EPConfig, node: Communicator, library: Library, meeting: Mee
     def prepare() -> tuple[Status, dict[str, Kernel], ExitStack]:
         with ExitStack() as undo:
             status = rail_status(cfg, rank, undo)
+            check_room(node.device, cfg.mail)
             return status, mail_kernels(cfg, node.device, library, undo), undo.pop_all()
 
     def make_mail() -> RankMail:

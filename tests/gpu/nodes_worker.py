@@ -162,7 +162,20 @@ def check_graphs(ranks_per_node: int) -> None:
             replayed = Replayed(ep, calls)
             for turn in range(10):
                 replayed.check(turn)
+            for one in replayed.rounds:  # whose tokens are in their first order again
+                one.run(ep, split=True)
+            replayed.check(10)
             del replayed
+
+
+def check_two_communicators(ranks_per_node: int) -> None:
+    """The one that is closed first leaves the other what both use."""
+    with open_rank(config(ranks_per_node)) as ep:
+        with open_rank(config(ranks_per_node, dispatch_format="fp8")) as other:
+            for number in range(3):
+                Round(ep, number).run(ep, split=False)
+                Round(other, number).run(other, split=True)
+        Round(ep, 3).run(ep, split=True)
 
 
 def check_streams_in_other_orders(ranks_per_node: int) -> None:
@@ -283,7 +296,7 @@ def main(ranks_per_node: int, network: str = "nccl") -> None:
     torch.cuda.set_device(dist.get_rank())
     survivors = dist.new_group(range(dist.get_world_size() - 1))
     log = take_tcp() if network == "tcp" else None
-    checks = [check_rounds, check_unsynchronised, check_graphs]
+    checks = [check_rounds, check_two_communicators, check_unsynchronised, check_graphs]
     checks += [] if log is not None else [check_streams_in_other_orders, check_late]
     for check in checks:
         began = time.monotonic()

@@ -182,6 +182,21 @@ def test_a_rank_that_cannot_connect_is_named(monkeypatch: pytest.MonkeyPatch, wh
     assert str(got[0]) == str(got[2]) == f"rank 1 could not connect: EPError: no {what}" and not machine.held
 
 
+def test_a_rank_without_enough_memory_is_named_before_the_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+
+    def allocate(nbytes: int) -> int:
+        assert nbytes > CONFIG.mail.allocation
+        if machine.mine.rank == 2:
+            raise EPError("the GPU has 1 of 2 MiB free")
+        return 0
+
+    monkeypatch.setattr(shmem, "allocate", allocate)
+    got = machine.on_all(machine.join)
+    assert str(got[0]) == "rank 2 could not connect: EPError: the GPU has 1 of 2 MiB free"
+    assert not any(pe.names() for pe in machine.pes) and not machine.held
+
+
 def test_processes_of_which_only_some_have_begun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     machine.pes[2].state = Begun.WITH_GPU

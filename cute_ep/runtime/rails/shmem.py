@@ -109,11 +109,10 @@ class ShmemRail:
     def allocate(self, layout: Mail) -> tuple[int, int]:
         """(address, bytes) of zeros in the symmetric heap, for a mail and the words of the second landing behind it;
         collective. EPError: there is not enough, or the others do not come in START_S."""
-        nbytes = layout.allocation + align_up(layout.payload.at(), PAGE_BYTES)
+        nbytes = heap_bytes(layout)
 
         def work() -> None:
             with on_device(self._device):
-                driver_calls.free(allocate(nbytes))  # where one rank has not enough the others would wait for it
                 self._address = self._library.allocate(nbytes)
                 driver_calls.fill(self._address, 0, nbytes)
                 torch.cuda.synchronize(self._device)
@@ -152,6 +151,17 @@ class ShmemRail:
     def give_up(self) -> None:
         """Leave NVSHMEM and its memory as they are, without the other ranks: it does not end without all of them."""
         self._left = True
+
+
+def heap_bytes(layout: Mail) -> int:
+    """Of a mail, and of the words of the second landing behind it."""
+    return layout.allocation + align_up(layout.payload.at(), PAGE_BYTES)
+
+
+def check_room(device: torch.device, layout: Mail) -> None:
+    """EPError unless a GPU has as much memory free: the other ranks would wait in NVSHMEM for one that has not."""
+    with on_device(device):
+        driver_calls.free(allocate(heap_bytes(layout)))
 
 
 def chosen_start(heard: Sequence[tuple[Begun, tuple[int, int]]]) -> bool:
