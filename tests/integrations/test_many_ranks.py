@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
+from cute_ep.integrations.common import pools
 from cute_ep.integrations.deep_ep import Buffer
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import RankInputs, make_inputs
 
-from .groups import entries, on_buffers, wide_ids
+from . import vllm_parts
+from .groups import ThreadGroup, entries, on_buffers, on_groups, wide_ids
 from .refusals import refused
+from .test_training_refusals import options
+from .upstream import installed
 
 RANKS, PER_NODE, EXPERTS, SLOTS, HIDDEN, TMAX = 33, 11, 66, 4, 128, 5
 TOKENS = [rank % (TMAX + 1) for rank in range(RANKS)]
@@ -75,3 +81,51 @@ def test_deep_eps_low_latency_mode(monkeypatch: Patch) -> None:
         local = range(rank * EXPERTS // RANKS, (rank + 1) * EXPERTS // RANKS)
         assert counts.tolist() == [int((every == expert).sum()) for expert in local]
         assert torch.equal(out, given[rank].x * (ids[rank] >= 0).sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["standard", "batched"])
+def test_vllms_layers(monkeypatch: Patch, batched: bool) -> None:
+    """The standard one counts rows. Outputs are those of the tokens' experts, each of which changes a row alike."""
+    given, local = inputs(), EXPERTS // RANKS
+    sizes = {"RANKS": RANKS, "EXPERTS": EXPERTS, "SLOTS": SLOTS, "HIDDEN": HIDDEN, "TMAX": TMAX}
+    for name, size in sizes.items():
+        monkeypatch.setattr(vllm_parts, name, size)
+
+    def program(one: vllm_parts.Layer) -> torch.Tensor:
+        own = replace(given[one.rank], router_weights=torch.ones(given[one.rank].topk_ids.shape))
+        rows, _, meta, ids, _ = vllm_parts.prepare(one, own)
+        assert torch.equal(meta.expert_num_tokens, counts[one.rank * local : (one.rank + 1) * local])
+        assert batched or len(rows) == len(ids) == meta.expert_num_tokens.sum()
+        out = torch.empty_like(own.x)
+        vllm_parts.finalize(one, out, rows)
+        return out
+
+    counts = torch.stack([(torch.cat(wide_ids(given)) == expert).sum() for expert in range(EXPERTS)]).int()
+    with installed("vllm", "cute_ep.integrations.vllm") as stubs:
+        vllm_parts.import_adapter(stubs, monkeypatch)
+        made = vllm_parts.run(
+            monkeypatch, program, top_k=SLOTS, batched=batched, ranks_per_node=PER_NODE, static_rows=0
+        )
+    for own, out in zip(given, made, strict=True):
+        assert torch.equal(out, own.x * (own.topk_ids >= 0).sum(1, keepdim=True))
+
+
+def test_megatrons_manager(monkeypatch: Patch) -> None:
+    pytest.importorskip("megatron.core", reason="needs Megatron-core: pip install megatron-core==0.16.1")
+    megatron: Any = importlib.import_module("cute_ep.integrations.megatron")
+    given = inputs()
+
+    def program(group: ThreadGroup) -> torch.Tensor:
+        own, local = given[group.rank()], EXPERTS // RANKS
+        one = megatron.CuteEPManager(group, local, SLOTS, EXPERTS, options())
+        shape, ids = (len(own.x), RANKS, local), wide_ids([own])[0]
+        routing = torch.zeros(len(own.x), EXPERTS + 1, dtype=torch.bool).scatter_(1, ids % (EXPERTS + 1), True)
+        one.setup_metadata(routing[:, :EXPERTS].reshape(shape), torch.ones(shape))
+        try:
+            with torch.no_grad():
+                return one.combine(one.dispatch(own.x))
+        finally:
+            pools.release(group, None)  # type: ignore[arg-type]
+
+    for own, out in zip(given, on_groups(monkeypatch, RANKS, program, ranks_per_node=PER_NODE), strict=True):
+        assert torch.equal(out, own.x * (own.topk_ids >= 0).sum(1, keepdim=True))

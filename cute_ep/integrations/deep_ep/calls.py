@@ -139,10 +139,10 @@ class LayoutWords(Words):
 class Pooled:
     """What both buffers have: the pool of a process group, and words of what kernels have found wrong."""
 
-    most_ranks = MAX_RANKS
+    _most_ranks = MAX_RANKS
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        checks.group("group", group, self.most_ranks)
+        checks.group("group", group, self._most_ranks)
         self.group, self._pool, self._words = group, GroupPool(group, grows=True), LayoutWords()
 
     def get_comm_stream(self) -> torch.cuda.Stream:

@@ -49,7 +49,7 @@ class LowLatencyHandle(_Fields):
 class LowLatency(Pooled):
     """The calls of low-latency mode, over the communicators of a group. All runs on the current stream."""
 
-    most_ranks = MAX_EXPERTS  # over nodes
+    _most_ranks = MAX_EXPERTS  # over nodes
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
