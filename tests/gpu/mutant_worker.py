@@ -7,12 +7,15 @@ import fcntl
 import json
 import os
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import cute_ep
 from cute_ep.aot.library import read_manifest, source_folders, source_hash
+from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError, EPTimeout
 from cute_ep.layouts.maps.variants import NO_HOOKS
 from cute_ep.runtime import connection
@@ -22,12 +25,12 @@ from .conftest import LIBRARY
 from .mail_schedules import NODES, given_up, storm
 from .mistakes import MUTANTS, UNCHANGED
 from .mutants import ARCH, FOLDER, ROOT
-from .node_rounds import config
+from .node_rounds import MOST, Rounds, config
 from .runs import Run, run_schedules
 from .schedules import CASES, Case, config_of
 
 RANKS = 4
-TIMEOUT_S = 1.0
+TIMEOUT_S, WARM_UP_S = 1.0, 20.0
 TURNS = 60
 """Of a storm."""
 SEEDS = 3
@@ -57,6 +60,7 @@ def try_case(case: Case, library: Path, seeds: int) -> str | None:
 def try_mail(schedule: str, library: Path, seeds: int) -> str | None:
     """The same of a schedule over nodes, whose ranks may have given up in the end: each run has new communicators."""
     cfg = config(NODES[schedule], 1, timeout_s=TIMEOUT_S)
+    warm_up(replace(cfg, timeout_s=WARM_UP_S), library)
     for seed in range(seeds):
         communicators = connection.connect_local(cfg, ["cuda:0"] * cfg.world_size, library=library)
         try:
@@ -69,6 +73,18 @@ def try_mail(schedule: str, library: Path, seeds: int) -> str | None:
         for communicator in communicators:
             communicator.close()
     return None
+
+
+def warm_up(cfg: EPConfig, library: Path) -> None:
+    """Use every kernel of torch once, whatever comes of it: its first use may wait for a kernel that waits for a
+    rank."""
+    with (
+        suppress(AssertionError, EPError),
+        connection.connected(cfg, ["cuda:0"] * cfg.world_size, library=library) as made,
+    ):
+        rounds = Rounds(made, 1, [MOST])
+        rounds.enqueue(0)
+        rounds.check()
 
 
 def main(name: str, lock: str) -> tuple[str, str]:
