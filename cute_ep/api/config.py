@@ -347,7 +347,7 @@ def memory_bytes(cfg: EPConfig) -> int:
 
     The regions of `cute_ep.layouts.maps.arena.Arena`, and over nodes those of `cute_ep.layouts.maps.mail.Mail`, each
     rounded up to whole pages of 2 MiB, the granularity of memory that is mapped (a driver with a larger one rounds up
-    further); docs/reference.md has the formula.
+    further); docs/reference.md has the formula. `transport = "nvshmem"` takes 2 MiB more.
 
     Raises:
         EPConfigError: `cfg` is no EPConfig.

@@ -78,7 +78,7 @@ def dispatch_into(
     x = x if takes_strides(x) else x.clone(memory_format=torch.contiguous_format)
     cfg = communicator_of(comm).cfg
     batch = communicator_of(comm).dispatch(x, topk_ids.contiguous(), weights, input_scale, buffers, frame=frame)
-    sent = topk_ids.shape[0], None if cfg.nodes == 1 else cfg.frame_rows(frame)
+    sent = topk_ids.shape[0] if cfg.nodes == 1 else cfg.nodes * cfg.frame_rows(frame)
     registered(comm).slices[sent] = batch.return_slices_log2
     return batch
 
@@ -112,11 +112,12 @@ def dispatch(
 def batch_of(rows: Tensor, kept: Sequence[Any], comm: str) -> Dispatched:
     """The batch of which combine returns `rows`; `kept` is KEPT. EPInputError: this process knows no such dispatch."""
     topk_ids, router_weights, row_offsets, row_map, headers, weights, frame_ids = kept
-    known, tokens, communicator = registered(comm), topk_ids.shape[0], communicator_of(comm)
-    sent = tokens, frame_of(communicator.cfg, frame_ids)
+    known, communicator = registered(comm), communicator_of(comm)
+    name, given = ("topk_ids", topk_ids) if communicator.cfg.nodes == 1 else ("frame_ids", frame_ids)
+    sent = given.shape[0]
     if sent not in known.slices:
         raise EPInputError(
-            f"topk_ids.shape[0] = {tokens}: must be the tokens of a dispatch that this process made with cute_ep.ops"
+            f"{name}.shape[0] = {sent}: must be that of a dispatch that this process made with cute_ep.ops"
         )
     tensors = {"tokens": rows, "row_offsets": row_offsets, "row_map": row_map, "headers": headers, "weights": weights}
     if communicator.cfg.nodes > 1:
@@ -128,7 +129,7 @@ def batch_of(rows: Tensor, kept: Sequence[Any], comm: str) -> Dispatched:
         router_weights=None if router_weights is None else router_weights.contiguous(),
         return_slices_log2=known.slices[sent],
         weighted=router_weights is not None,
-        frame=sent[1],
+        frame=frame_of(communicator.cfg, frame_ids),
     )
 
 

@@ -35,15 +35,15 @@ class Registered:
     Attributes:
         order: `order_of` the communicator's device.
         nodes: of the communicator's configuration.
-        slices: `return_slices_log2` of the latest dispatch, by its number of tokens and rows of its frames, None on one
-            node. A kernel of combine needs it, and no tensor on the host has it.
+        slices: `return_slices_log2` of the latest dispatch, by its number of tokens, over nodes of rows of all frames.
+            A kernel of combine needs it, and no tensor on the host has it.
     """
 
     def __init__(self, communicator: EPCommunicator) -> None:
         self._communicator = weakref.ref(communicator)
         self.order = order_of(communicator.device)
         self.nodes = communicator.cfg.nodes
-        self.slices: dict[tuple[int, int | None], int] = {}
+        self.slices: dict[int, int] = {}
 
     @property
     def communicator(self) -> EPCommunicator | None:

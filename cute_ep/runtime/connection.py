@@ -258,7 +258,7 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
         """Collective: unmap and free once all kernels of every rank have ended, those that gave up a wait included;
         keep all memory when some rank does not come or its device failed, whose error is raised once the others
         know."""
-        failure = None
+        failure: Exception | None = None
         try:
             torch.cuda.synchronize(device)
         except RuntimeError as error:
@@ -268,9 +268,10 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
             keep = any(meeting.gather(failure is not None, patience, "close"))
         finally:
             if rail is not None:
-                rail.leave(patience, abort=keep)
-        if failure is not None:
-            raise failure
+                try:
+                    rail.leave(patience, abort=keep)
+                except Exception as error:  # the others wait for this rank below
+                    failure = failure or error
         if not keep:
             try:
                 mappings.close()
@@ -278,6 +279,8 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
                 meeting.wait(patience, "unmap memory")
             communicator.free()
             own.close()
+        if failure is not None:
+            raise failure
 
     (_, transport, gpu), said = meeting.on_all_ranks(look_around, lambda found: found[:2], doing="look at its device")
     places, transports = zip(*said, strict=True)
@@ -317,13 +320,13 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
                 try:
                     if cfg.nodes > 1:
                         rail = join(cfg, communicator, Library(options.library), meeting)
-                except Exception:
+                except BaseException:
                     communicator.free()
                     raise
-            except Exception:
+            except BaseException:
                 mappings.close()
                 raise
-        except Exception:  # nobody frees what a peer has mapped: if the ranks have lost each other, nobody frees
+        except BaseException:  # nobody frees what a peer has mapped: if the ranks have lost each other, nobody frees
             meeting.wait(patience, "unmap memory")
             own.close()
             raise

@@ -150,10 +150,10 @@ def has_failed(mail: RankMail, status: Status, node: Communicator) -> bool:
     return mail.interrupted or status.failed or node.failed
 
 
-def rail_status(cfg: EPConfig, rank: int, undo: ExitStack) -> Status:
-    """A rank's records, one for each rank of its rail."""
+def rail_status(cfg: EPConfig, rank: int, undo: ExitStack, *, landings_apart: bool = False) -> Status:
+    """A rank's records, one for each rank of its rail. `landings_apart` as of `Status`."""
     peer, _ = cfg.place(rank)
-    status = Status(rank, tuple(range(peer, cfg.world_size, cfg.peers)))
+    status = Status(rank, tuple(range(peer, cfg.world_size, cfg.peers)), landings_apart=landings_apart)
     undo.callback(status.free)
     return status
 

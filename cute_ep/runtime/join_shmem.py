@@ -54,8 +54,9 @@ def join_shmem(cfg: EPConfig, node: Communicator, library: Library, meeting: Mee
 
     def prepare() -> tuple[Status, dict[str, Kernel], ExitStack]:
         with ExitStack() as undo:
-            status = rail_status(cfg, rank, undo)
-            check_room(node.device, cfg.mail)
+            status = rail_status(cfg, rank, undo, landings_apart=True)
+            if unique_id is not None:
+                check_room(node.device, cfg.mail)
             return status, mail_kernels(cfg, node.device, library, undo), undo.pop_all()
 
     def make_mail() -> RankMail:

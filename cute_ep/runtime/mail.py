@@ -1,7 +1,7 @@
 """One rank's mail: its memory, and the kernels around an exchange that the rail's engine makes.
 
-A round of a channel is, in the order of one stream (`docs/protocol.md`, Mail): pack, put, await, read, free. Every
-method enqueues its part on the current stream, in which the caller's device is current, and waits for nothing.
+A round of a channel is, in the order of one stream (`docs/protocol.md`, Between nodes): pack, put, await, read, free.
+Every method enqueues its part on the current stream, in which the caller's device is current, and waits for nothing.
 """
 
 from __future__ import annotations
@@ -132,6 +132,11 @@ class RankMail:
         for begin in (0, self.parts.second):
             at = begin + self.map.free.at(Channel.SUMS)
             self._view(at, LL_BYTES * self.cfg.nodes, torch.int64).fill_(1 - PARITIES)
+
+    @property
+    def stream(self) -> int:
+        """Handle of the device's current stream, on which everything is enqueued; 0 without a GPU."""
+        return current_stream(self.memory.device.index) if self.memory.is_cuda else 0
 
     def words_at(self, landing: int) -> int:
         """Address of the map, or of the words that stand for its own where they count what lands there."""
@@ -388,5 +393,4 @@ class RankMail:
 
     def _launch(self, kernel: str, arguments: Fields, ctas: int) -> None:
         grid = max(1, min(ctas, self.parts.max_ctas))
-        stream = current_stream(self.memory.device.index) if self.memory.is_cuda else 0
-        self.parts.kernels[kernel].launch(grid, numbers(arguments), stream)
+        self.parts.kernels[kernel].launch(grid, numbers(arguments), self.stream)

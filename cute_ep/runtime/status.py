@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cute_ep.api.errors import EPError, EPTimeout, raise_input_error
 from cute_ep.api.flags import NOT_CALLED, Flags
 from cute_ep.layouts.maps.arena import MAX_SLICES, StateWord
+from cute_ep.layouts.maps.mail import Piece
 from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord, pack_phase, unpack_phase
 from cute_ep.runtime.driver import HostMemory
 
@@ -33,12 +34,12 @@ MISSING = {
     f"token {{token}} are missing: {NOT_CALLED}",
     Phase.FRAME_READ: "it has not read this rank's frame of dispatch round {round}, so no other can be sent: its "
     "dispatch is behind other work of its stream or waits for ranks of its node, or its device failed",
-    Phase.FRAME: "its frame of dispatch round {round} has not come whole (what came last as piece {index} is of "
-    f"round {{seen}}): {NOT_CALLED}, or the network",
-    Phase.SUMS_READ: "it has not read this rank's sums of combine round {round}, so no others can be sent: its "
+    Phase.FRAME: "its frame of dispatch round {round} has not come whole ({last} is of round {seen}): "
+    f"{NOT_CALLED}, or the network",
+    Phase.SUMS_READ: "it has not read this rank's sums of {sums}, so no others can be sent: its "
     "combine is behind other work of its stream or waits for ranks of its node, or its device failed",
-    Phase.SUMS: "its sums of combine round {round} have not come whole (what came last as piece {index} is of "
-    f"round {{seen}}): {NOT_CALLED}, or the network",
+    Phase.SUMS: "its sums of {sums} have not come whole ({last} is of round {seen}): "
+    f"{NOT_CALLED}, or the network",
     Phase.FRAME_SIZE: "its frame of dispatch round {index} has {seen} rows, and here {round}: give dispatch the same "
     "`frame` on all ranks",
 }
@@ -60,8 +61,10 @@ class Status:
     """One rank's status records, in host memory that its kernels store to: one for each of `peers`, the ranks that it
     exchanges messages with, itself among them, and one for each of INPUT_ERRORS."""
 
-    def __init__(self, rank: int, peers: tuple[int, ...]) -> None:
-        self.rank, self.peers = rank, peers
+    def __init__(self, rank: int, peers: tuple[int, ...], *, landings_apart: bool = False) -> None:
+        """landings_apart: whether kernels count the rounds of each landing of sums by themselves
+        (`RankMail.count_landings_apart`)."""
+        self.rank, self.peers, self._apart = rank, peers, landings_apart
         self.memory = HostMemory(len(StatusWord) * (len(peers) + len(INPUT_ERRORS)))
         self._phases = slice(StatusWord.PHASE, len(StatusWord) * len(peers), len(StatusWord))
         self._kinds = slice(len(StatusWord) * len(peers), None, len(StatusWord))
@@ -102,13 +105,13 @@ class Status:
             one = next(iter(others.values()))
             told = ", ".join(f"rank {peer} rows of dispatch round {other.seen}" for peer, other in others.items())
             raise EPError(
-                f"rank {self.rank}: combine round {one.index} has the batch of dispatch round {one.expected} here, but "
+                f"rank {self.rank}: {self._sums(one.index)} has the batch of dispatch round {one.expected} here, but "
                 f"{told}: all "
                 "ranks must combine the batches of the same dispatch rounds in the same order (were graphs replayed "
                 "in another order on some rank?); the sums are wrong, and the communicator is unusable: close all "
                 "ranks and connect again"
             )
-        details = [_missing(peer, record) for peer, record in missing.items()]
+        details = [self._missing(peer, record) for peer, record in missing.items()]
         phases = sorted({record.phase.name for record in missing.values()})
         behind = None
         with suppress(EPError, RuntimeError):  # of a device that has failed
@@ -131,6 +134,29 @@ class Status:
         """EPInputError of what `take_input_errors` finds. `others`: what else is wrong, in words."""
         raise_input_error(self.rank, self.take_input_errors(), others)
 
+    def _sums(self, number: int) -> str:
+        """A round of sums, in words."""
+        return f"round {number} of one of the two landings of sums" if self._apart else f"combine round {number}"
+
+    def _missing(self, peer: int, record: Record) -> str:
+        """What has not come from a peer, in words."""
+        if record.phase == Phase.GRID:
+            return (
+                f"GRID: {record.seen} of {record.expected} receiving CTAs came together; were they resident together? "
+                "(does other work hold the SMs?)"
+            )
+        return f"{record.phase.name} of rank {peer}: " + MISSING[record.phase].format(
+            round=record.expected,
+            next=record.expected + 2,
+            seen=record.seen,
+            token=record.token,
+            slice=_slice_of_token(record.index, record.token),
+            index=record.index,
+            # of a landing that is counted apart pack waits for one round less
+            sums=self._sums(record.expected + (self._apart and record.phase == Phase.SUMS_READ)),
+            last="its last mail" if record.index == len(Piece) else f"what came last as piece {record.index}",
+        )
+
     def _records(self) -> list[Record]:
         """Those of every peer, then of every kind of input error."""
         width, words = len(StatusWord), self.memory.words
@@ -140,23 +166,6 @@ class Status:
 def _record(words: Sequence[int]) -> Record:
     phase, token = unpack_phase(words[StatusWord.PHASE])
     return Record(Phase(phase), token, words[StatusWord.INDEX], words[StatusWord.EXPECTED], words[StatusWord.SEEN])
-
-
-def _missing(peer: int, record: Record) -> str:
-    """What has not come from a peer, in words."""
-    if record.phase == Phase.GRID:
-        return (
-            f"GRID: {record.seen} of {record.expected} receiving CTAs came together; were they resident together? "
-            "(does other work hold the SMs?)"
-        )
-    return f"{record.phase.name} of rank {peer}: " + MISSING[record.phase].format(
-        round=record.expected,
-        next=record.expected + 2,
-        seen=record.seen,
-        token=record.token,
-        slice=_slice_of_token(record.index, record.token),
-        index=record.index,
-    )
 
 
 def _slice_of_token(index: int, token: int) -> int:

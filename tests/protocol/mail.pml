@@ -1,5 +1,5 @@
 /*
- * Promela model of the mail between the ranks of one rail, a rank on each of N nodes (docs/protocol.md, Mail).
+ * Promela model of the mail between the ranks of one rail, a rank on each of N nodes (docs/protocol.md, Between nodes).
  *
  * One phase, frames or sums: the phases share no word. Properties, as assertions and as "no invalid end state":
  *   (a) no put changes a landing while its rank reads it, and no two puts of different bytes to a landing are under way

@@ -37,8 +37,9 @@ def config(nodes: int, ranks: int, **changes: object) -> EPConfig:
 
 
 @contextmanager
-def connected(cfg: EPConfig) -> Iterator[list[NodesCommunicator]]:
-    """All ranks of `cfg`: each node's communicators would be those of processes, so their calls wait."""
+def connected(cfg: EPConfig, *, landings_apart: bool = False) -> Iterator[list[NodesCommunicator]]:
+    """All ranks of `cfg`: each node's communicators would be those of processes, so their calls wait.
+    `landings_apart` as of `Status`."""
     with ExitStack() as undo:
         undo.enter_context(pytest.MonkeyPatch.context()).setattr(status, "HostMemory", PlainHostMemory)
         nodes = [undo.enter_context(processes(node_config(cfg))) for _ in range(cfg.nodes)]
@@ -46,7 +47,8 @@ def connected(cfg: EPConfig) -> Iterator[list[NodesCommunicator]]:
         made, held = [], []
         for rank in range(cfg.world_size):
             peer, _ = cfg.place(rank)
-            records = Status(rank, tuple(range(peer, cfg.world_size, cfg.peers)))
+            rail_ranks = tuple(range(peer, cfg.world_size, cfg.peers))
+            records = Status(rank, rail_ranks, landings_apart=landings_apart)
             abort = torch.zeros(1, dtype=torch.int64)
             parts = MailParts(
                 cfg=cfg,

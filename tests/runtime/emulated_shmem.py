@@ -66,7 +66,7 @@ def over_shmem(
     cfg: EPConfig, heap: type[Heap] = Heap, rail: type[ShmemRail] = ShmemRail
 ) -> Iterator[list[NodesCommunicator]]:
     """The ranks of `connected` with a rail over NVSHMEM each, of which the library is `heap`."""
-    with connected(cfg) as made:
+    with connected(cfg, landings_apart=True) as made:
         for ep in made:
             ep.mail = symmetric(ep.mail)
         bases = [ep.mail.base for ep in made]

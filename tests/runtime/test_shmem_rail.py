@@ -14,6 +14,7 @@ from cute_ep import reference
 from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.api.types import CombineMode
 from cute_ep.layouts.maps.mail import Channel, Piece
+from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime.mail import RankMail
 from cute_ep.runtime.nodes import NodesCommunicator
 from cute_ep.runtime.rails.engine import Put
@@ -102,7 +103,7 @@ def test_old_mail_of_a_rank_that_has_given_up_is_no_new_mail() -> None:
         began = time.monotonic()
         at_once(range(2), lambda rank: send_again(made[rank], given[rank], MOST))
         with pytest.raises(
-            EPTimeout, match=r"FRAME of rank 0: its frame of dispatch round 2 .* piece 3 is of round 1"
+            EPTimeout, match=r"FRAME of rank 0: its frame of dispatch round 2 .*its last mail is of round 1"
         ) as caught:
             made[1].synchronize()
         assert caught.value.missing == (0,) and time.monotonic() - began < 4  # it did not wait for its timeout
@@ -240,7 +241,25 @@ def test_flags_tell_of_the_second_landing_where_it_is_waited_for() -> None:
         late = [flag.index for flag in flags.behind if flag.name == "arrived"]
         assert late == [(0, 1, 0), (1, 1, int(Piece.ROUTES)), (2, 1, int(Piece.ROUTES))]
         made[0].combine_wait(back[0])
-        with pytest.raises(EPTimeout, match=r"SUMS of rank 1: its sums of combine round 1 have not come"):
+        with pytest.raises(
+            EPTimeout, match=r"SUMS of rank 1: its sums of round 1 of one of the two landings of sums have"
+        ):
+            made[0].synchronize()
+
+
+def test_what_was_not_read_is_told_by_its_landing() -> None:
+    """Pack's second round of a landing waits until the first was read, which the kernel counts as round 0."""
+    cfg = config(2, 1, timeout_s=1)
+    with over_shmem(cfg) as made:
+        given, want = batch_of(cfg, 3, None)
+        batches = on_all(made, lambda rank: made[rank].dispatch(**vars(given[rank])))
+        rows = rows_for(want, cfg, 1)
+        made[0].combine_async(rows[0], batches[0])
+        flags = [flag for flag in made[0].flags().behind if flag.name == "free" and flag.operation == "combine"]
+        assert [(flag.index[0], flag.seen, flag.needed) for flag in flags] == [(1, 0, 1)]
+        status = made[0]._status
+        status.report(1, Phase.SUMS_READ, 0, 0, -1 & 0xFFFFFFFF)
+        with pytest.raises(EPTimeout, match=r"it has not read this rank's sums of round 1 of one of the two landings"):
             made[0].synchronize()
 
 

@@ -51,9 +51,9 @@ class Engine(Protocol):
     only_sums: str
 
     def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
-        """Bring each piece of this rank's mail, of the round that was packed last, to every other node's rank, and then
-        the round to the piece's word of `arrived` there, behind the rounds before. What comes behind on the stream may
-        write to the sources."""
+        """Bring each piece of this rank's mail, of the round that was packed last, to every other node's rank; then, if
+        kernels wait for words, the round to the piece's word of `arrived` there, behind the rounds before. What comes
+        behind on the stream may write to the sources."""
 
     def told(self, mail: RankMail, channel: Channel) -> None:
         """Tell the host that what was put last has been exchanged, if it asks: no await is next, which does so."""

@@ -14,10 +14,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
 
 import torch
 
@@ -29,18 +27,13 @@ from cute_ep.runtime.driver import HostMemory, on_device
 from cute_ep.runtime.mail import RankMail
 from cute_ep.runtime.rails.engine import Put
 from cute_ep.runtime.rails.nccl_library import NcclLibrary
+from cute_ep.runtime.rails.waiting import START_S, wait_until, within
 from cute_ep.runtime.streams import give_back, take_stream
-from cute_ep.torch_internals import current_stream
 
 LOG = logging.getLogger(__name__)
 
-START_S = 300.0
-"""How long ranks wait for each other in NCCL's start, which all of them have begun."""
 BRIEFLY_S = 1.0
 """For what takes microseconds unless something hangs."""
-LOOK_S = 0.001
-
-Made = TypeVar("Made")
 
 
 class NcclRail:
@@ -71,7 +64,7 @@ class NcclRail:
 
     def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
         """As of `Engine`; and receive the same pieces of the other nodes' ranks."""
-        stream = self._stream_of(mail)
+        stream = mail.stream
         with self._lock:
             if self._ended:
                 raise EPError(f"rank {mail.parts.rank}: NCCL between nodes was aborted; close, and connect again")
@@ -87,10 +80,6 @@ class NcclRail:
     def progress(self, channel: Channel) -> int:
         """As of `Engine`."""
         return self._host.address + _begun_at(channel)
-
-    def _stream_of(self, mail: RankMail) -> int:
-        index = mail.memory.device.index
-        return current_stream(index) if mail.memory.is_cuda else 0
 
     # ---- how far exchanges are
 
@@ -191,32 +180,3 @@ def _begun_at(channel: Channel) -> int:
 
 def _ended_at(channel: Channel) -> int:
     return 16 * channel + 8
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Look until it is true, at most so long; whether it is."""
-    until = time.monotonic() + seconds
-    while not (true := condition()) and time.monotonic() < until:
-        time.sleep(LOOK_S)
-    return true
-
-
-def within(seconds: float, call: Callable[[], Made], doing: str) -> Made:
-    """call(), in a thread that is left alone when the time is over. EPError then, or the call's own error."""
-    outcome: list[Made] = []
-    failure: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            outcome.append(call())
-        except BaseException as error:  # raised below
-            failure.append(error)
-
-    thread = threading.Thread(target=work, name="cute_ep", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failure:
-        raise failure[0]
-    if thread.is_alive():
-        raise EPError(f"could not {doing} in {seconds:g} s")
-    return outcome[0]

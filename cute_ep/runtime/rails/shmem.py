@@ -26,9 +26,8 @@ from cute_ep.runtime import driver_calls
 from cute_ep.runtime.driver import allocate, on_device
 from cute_ep.runtime.mail import RankMail
 from cute_ep.runtime.rails.engine import Put
-from cute_ep.runtime.rails.nccl import START_S, wait_until, within
 from cute_ep.runtime.rails.shmem_library import Begun, ShmemLibrary
-from cute_ep.torch_internals import current_stream
+from cute_ep.runtime.rails.waiting import START_S, wait_until, within
 
 LOG = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class ShmemRail:
         return 0
 
     def _put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put], count: int) -> None:
-        stream = self._stream_of(mail)
+        stream = mail.stream
         for one in pieces:
             word = mail.words_at(one.landing) + mail.map.arrived.at(channel, mail.node, one.piece)
             for node in self._others(mail):
@@ -77,7 +76,7 @@ class ShmemRail:
                 self._library.put(mail.base + one.to, source, one.nbytes, word, count, self._pes[node], stream)
 
     def _free(self, mail: RankMail, channel: Channel, landing: int, count: int) -> None:
-        stream, word = self._stream_of(mail), mail.words_at(landing) + mail.map.free.at(channel, mail.node)
+        stream, word = mail.stream, mail.words_at(landing) + mail.map.free.at(channel, mail.node)
         for node in self._others(mail):
             self._library.signal(word, count, self._pes[node], stream)
 
@@ -86,10 +85,6 @@ class ShmemRail:
         if self._left:
             raise EPError(f"rank {mail.parts.rank}: NVSHMEM between nodes has ended; close, and connect again")
         return [(mail.node + step) % mail.cfg.nodes for step in range(1, mail.cfg.nodes)]
-
-    def _stream_of(self, mail: RankMail) -> int:
-        index = mail.memory.device.index
-        return current_stream(index) if mail.memory.is_cuda else 0
 
     # ---- begin and end
 
@@ -159,7 +154,8 @@ def heap_bytes(layout: Mail) -> int:
 
 
 def check_room(device: torch.device, layout: Mail) -> None:
-    """EPError unless a GPU has as much memory free: the other ranks would wait in NVSHMEM for one that has not."""
+    """EPError unless a GPU has as much memory free, for a heap that begins now: the other ranks would wait in NVSHMEM
+    for one that has not."""
     with on_device(device):
         driver_calls.free(allocate(heap_bytes(layout)))
 

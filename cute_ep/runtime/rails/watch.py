@@ -20,7 +20,7 @@ from cute_ep.api.errors import EPError
 from cute_ep.layouts.maps.mail import Channel, Piece
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime import driver_calls
-from cute_ep.runtime.rails.nccl import within
+from cute_ep.runtime.rails.waiting import within
 from cute_ep.runtime.status import Status
 
 Made = TypeVar("Made")
