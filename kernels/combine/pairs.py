@@ -51,7 +51,7 @@ class CombinePairs:
         dispatch_round, came = Int32(0), Boolean(True)
         if ctx.lane < ctx.ranks:
             # stored by `tell` on rank `lane`
-            word = ctx.base + ctx.arena.return_rounds.at(ctx.epoch & 1, ctx.lane, 0)
+            word = ctx.here(ctx.arena.return_rounds, ctx.epoch & 1, ctx.lane, 0)
             awaited = Awaited(ctx.lane, Phase.RETURN_ROUND, Int32(0))
             dispatch_round, came = wait_ll(ctx.wait_context, word, ctx.epoch, awaited)
         wanted = from_lane(dispatch_round, ctx.rank)

@@ -97,7 +97,7 @@ class CombineRecv:
         expert = Int32(MASKED_ENTRY)
         weight = Float32(0.0)
         if lane < ctx.top_k:
-            expert = ctx.expert_of(given_id(ctx.ids, index))
+            expert = ctx.expert_of(given_id(ctx.ids, ctx.entries, index))
             if cutlass.const_expr(self.mode == "exact"):
                 weight = self.weights.read(ctx.sums.router_weights, index, ctx)
         owner = lane  # of slot `lane`
@@ -115,7 +115,7 @@ class CombineRecv:
             arrived = Boolean(True)
             if has_bit(filled, lane):
                 # signaled by CombineSend on `owner`
-                flag = ctx.base + ctx.arena.return_ready.at(owner, chunk_of(row_slice.index))
+                flag = ctx.here(ctx.arena.return_ready, owner, chunk_of(row_slice.index))
                 awaited = self._awaited(ctx, owner, Phase.RETURN, row_slice)
                 arrived = wait_signal(ctx.wait_context, flag, ctx.epoch, awaited)
             alive = warp_all(arrived)
@@ -144,7 +144,7 @@ class CombineRecv:
         """The filled slots whose owners have signaled the slice's flag."""
         signaled = Boolean(False)
         if has_bit(slots.filled, ctx.lane):
-            flag = ctx.base + ctx.arena.return_ready.at(opaque(slots.owner), opaque(row_slice.index))
+            flag = ctx.here(ctx.arena.return_ready, opaque(slots.owner), opaque(row_slice.index))
             signaled = ctx.has_signaled(flag, ctx.epoch)
         found = Uint32(cute.arch.vote_ballot_sync(signaled))
         cute.arch.sync_warp()  # one lane's acquire orders the polls of all
@@ -206,7 +206,7 @@ class CombineRecv:
         self, rX: cute.Tensor, place: tuple[Int64, Int32, Int32, Int32], slot: Int32, turn: cutlass.Constexpr
     ) -> None:
         home, pitch, column, end = place
-        tSlot = lane_tile(home + Int64(slot * pitch), column)
+        tSlot = lane_tile(home + Int64(slot * pitch), column, self.segments)
         for part in cutlass.range_constexpr(self.segments):
             if column + part * SEGMENT < end:
                 cute.copy(weak(), tSlot[None, part], rX[None, part, turn])

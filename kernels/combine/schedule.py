@@ -172,7 +172,7 @@ class CombineSchedule:
     def clear_counters(self, ctx: CombineContext, cta: Int32) -> None:
         """Let the tickets of the next round, which another launch will draw, begin at 0: one thread per counter."""
         if (ctx.cta == cta) & (ctx.tid < ctx.ranks * COUNTERS):
-            reset_counter(ctx.base + ctx.arena.combine_tickets.at((ctx.epoch + 1) & 1, 0, ctx.tid))
+            reset_counter(ctx.here(ctx.arena.combine_tickets, (ctx.epoch + 1) & 1, 0, ctx.tid))
 
     def _are_most(self, ctx: CombineContext) -> Boolean:
         """Whether there are so many Lamport slices that CTAs take them from each other."""
@@ -181,7 +181,7 @@ class CombineSchedule:
     def _take(self, ctx: CombineContext, counter: Int32) -> Int32:
         """The next number from one of the counters that CTAs with the same turn share."""
         sEpoch = shared_array(self.epoch, Int64)
-        return take_ticket(ctx.base + ctx.arena.combine_tickets.at(sEpoch[0] & 1, _turn(ctx), counter))
+        return take_ticket(ctx.here(ctx.arena.combine_tickets, sEpoch[0] & 1, _turn(ctx), counter))
 
     def _item_of(self, ctx: CombineContext, static: Int32, ticket: Int32) -> Int32:
         """The item or chunk of a ticket: of the CTA's source, where ranks divide `static`."""

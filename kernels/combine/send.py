@@ -140,7 +140,7 @@ class CombineSend:
             flag = first + ctx.lane
             due = Boolean(not self.partial) & (ctx.lane < CHUNK) & (flag < slices)
         if due:
-            signal(ctx.sPeers[source] + ctx.arena.return_ready.at(ctx.rank, flag), sEpoch[0])
+            signal(ctx.there(source, ctx.arena.return_ready, ctx.rank, flag), sEpoch[0])
 
     @cute.jit
     def _signal_slice(self, ctx: CombineContext, source: Int32, index: Int32, collided: Boolean) -> None:
@@ -149,7 +149,7 @@ class CombineSend:
         flagged = cute.arch.vote_any_sync(collided)
         cute.arch.sync_warp()
         if flagged & (ctx.lane == 0):
-            signal(ctx.sPeers[source] + ctx.arena.return_ready.at(ctx.rank, index), sEpoch[0])
+            signal(ctx.there(source, ctx.arena.return_ready, ctx.rank, index), sEpoch[0])
 
     @cute.jit
     def _load_entries(self, ctx: CombineContext, source: Int32, token: Int32, due: Boolean) -> tuple[Int32, Float32]:
@@ -210,7 +210,7 @@ class CombineSend:
                     found = from_lane(entries.row, lowest(left))
                     left = without_lowest(left)
                     row_at = row_address(ctx.rows.data, found, Int32(ctx.group.hidden * COMBINE_ITEMSIZE))
-                    tRow = lane_tile(row_at, column)
+                    tRow = lane_tile(row_at, column, segments)
                     for part in cutlass.range_constexpr(segments):
                         if cutlass.const_expr(not self.partial):
                             rX[None, part, turn].fill(LOST)

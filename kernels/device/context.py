@@ -43,18 +43,23 @@ IDS_IN_FLIGHT = 8
 """Expert ids that a thread loads before it counts the first."""
 
 
-def given_id(ids: Ids, index: Int32) -> Int32:
-    """Entry `index` of the flat topk_ids; of a 64-bit one the lower half, which all readers take for the id. Nothing is
-    computed from it here, so the thread does not wait for the load until it is used."""
-    return array(ids.data, Int32, Int32(1 << 30))[Int32(index) << ids.wide]
+def _words(ids: Ids, entries: Int32) -> cute.Tensor:
+    """The 32-bit words of the flat topk_ids, of so many entries."""
+    return array(ids.data, Int32, entries << ids.wide)
+
+
+def given_id(ids: Ids, entries: Int32, index: Int32) -> Int32:
+    """Entry `index` of the flat topk_ids, of so many entries; of a 64-bit one the lower half, which all readers take
+    for the id. Nothing is computed from it here, so the thread does not wait for the load until it is used."""
+    return _words(ids, entries)[Int32(index) << ids.wide]
 
 
 @cute.jit
-def is_beyond(ids: Ids, index: Int32, given: Int32) -> Boolean:
+def is_beyond(ids: Ids, entries: Int32, index: Int32, given: Int32) -> Boolean:
     """Whether an entry, of which `given_id` is the lower half, does not fit 32 bits."""
     beyond = Boolean(False)
     if ids.wide != 0:
-        beyond = array(ids.data, Int32, Int32(1 << 30))[2 * Int32(index) + 1] != given >> 31
+        beyond = _words(ids, entries)[2 * Int32(index) + 1] != given >> 31
     return beyond
 
 
@@ -143,6 +148,18 @@ class Context:
         state = replace(self.arena.state, offset=self.base + self.arena.state.offset)  # by address
         return WaitContext(self.group.timeout_ns, self.group.status, state.at(int(StateWord.ABORT)))
 
+    def here(self, region: Region, *coord: Int32 | Int64 | int) -> Int64:
+        """Address of an element of this rank's arena."""
+        return self.base + region.at(*coord)
+
+    def there(self, peer: Int32, region: Region, *coord: Int32 | Int64 | int) -> Int64:
+        """Address of an element of a peer's arena."""
+        return self.at_peer(peer, region.at(*coord))
+
+    def at_peer(self, peer: Int32, offset: Int64) -> Int64:
+        """Address in a peer's arena."""
+        return self.sPeers[peer] + offset
+
     def expert_of(self, given: Int32) -> Int32:
         """Index among the group's experts of an id that the caller gave; MASKED_ENTRY when it is not among
         them, so that no address is formed from an unchecked id."""
@@ -152,7 +169,7 @@ class Context:
 
     def state_word(self, word: StateWord) -> Int64:
         """Address of one of this rank's state words."""
-        return self.base + self.arena.state.at(int(word))
+        return self.here(self.arena.state, int(word))
 
     def complete(self, word: StateWord, epoch: Int64) -> None:
         """Count round `epoch` as completed; by one thread of the last CTA out."""
@@ -171,7 +188,7 @@ class Context:
         alive = Boolean(True)
         tid, sPeers = self.tid, self.sPeers
         if tid < self.ranks:
-            flag = self.base + flags.at(tid)
+            flag = self.here(flags, tid)
             alive = wait_signal(self.wait_context, flag, epoch, Awaited(tid, phase, Int32(0)))
             if cutlass.const_expr(sent is not None):
                 if alive & (sent != epoch + 1):  # after a timeout, which was reported, the counts may differ
@@ -217,6 +234,11 @@ class DispatchContext(Context):
     out: Output
     scales: Scales
 
+    @property
+    def entries(self) -> Int32:
+        """Entries of this rank's tokens."""
+        return self.input.tokens * self.top_k
+
 
 @dataclass(frozen=True)
 class CombineContext(Context):
@@ -227,6 +249,11 @@ class CombineContext(Context):
     rows: Rows
     batch: Batch
     sums: Sums
+
+    @property
+    def entries(self) -> Int32:
+        """Entries of this rank's tokens."""
+        return self.sums.tokens * self.top_k
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,6 @@ from cute_ep.layouts.maps.record import Int, Region
 from cute_ep.layouts.maps.scales import WORD_BYTES
 
 LANES = 32
-TURNS = 1 << 10
-"""More turns than a lane has in any row."""
 
 
 class DeviceRegion(Region):
@@ -66,7 +64,7 @@ def rows(
 
 def vector(address: Int64, index: Int32 | Int64 | int = 0) -> cute.Tensor:
     """Vector number `index` of a row."""
-    return lane_tile(address, index)[None, 0]
+    return lane_tile(address, index, 1)[None, 0]
 
 
 def row_address(data: Int64, row: Int32, nbytes: Int32 | Int64) -> Int64:
@@ -74,17 +72,17 @@ def row_address(data: Int64, row: Int32, nbytes: Int32 | Int64) -> Int64:
     return data + Int64(row) * nbytes
 
 
-def lane_tile(address: Int64, index: Int32 | Int64 | int) -> cute.Tensor:
-    """Every 32nd vector of a row, from number `index` on: a lane's."""
+def lane_tile(address: Int64, index: Int32 | Int64 | int, turns: Int32 | int) -> cute.Tensor:
+    """`turns` vectors of a row, every 32nd from number `index` on: a lane's."""
     place = address + Int64(index) * VECTOR_BYTES
-    layout = cute.make_layout((WORDS, TURNS), stride=(1, WORDS * LANES))
+    layout = cute.make_layout((WORDS, turns), stride=(1, WORDS * LANES))
     return cute.make_tensor(pointer(place, Uint32, align=VECTOR_BYTES), layout)
 
 
-def lane_words(address: Int64, word: Int32 | int) -> cute.Tensor:
-    """Every 32nd word of a row of words, from number `word` on: a lane's."""
+def lane_words(address: Int64, word: Int32 | int, turns: Int32 | int) -> cute.Tensor:
+    """`turns` words of a row of words, every 32nd from number `word` on: a lane's."""
     place = address + Int64(word) * WORD_BYTES
-    return cute.make_tensor(pointer(place, Uint32), cute.make_layout(TURNS, stride=LANES))
+    return cute.make_tensor(pointer(place, Uint32), cute.make_layout(turns, stride=LANES))
 
 
 def place_of(tensor: cute.Tensor, index: Int32 | int) -> cute.Pointer:

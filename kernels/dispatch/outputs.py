@@ -45,7 +45,7 @@ class Outputs:
     def mask_unused(self, ctx: DispatchContext, receiver: Int32, receivers: Int32) -> None:
         """In rank-major order, no experts for rows that no token has: a matmul that reads them leaves these rows out.
         By each receiving CTA, number `receiver` of `receivers`."""
-        gRowExpert = array(ctx.out.row_expert_ids, Int32, Int32(1 << 30))
+        gRowExpert = array(ctx.out.row_expert_ids, Int32, ctx.out.capacity * ctx.top_k)
         fits = self.tables.row_start(ctx, self.tables.groups(ctx)) <= ctx.out.capacity
         for group in cutlass.range(self.tables.groups(ctx), unroll=1):
             first = self.tables.row_start(ctx, group) + self.tables.rows_of(ctx, group)
@@ -161,7 +161,7 @@ class Outputs:
             gSource = array(ctx.out.src_info, Int32, ctx.out.capacity, 2)
             gRowScale = array(ctx.out.row_scales, Uint16, ctx.out.capacity)
             weights = ctx.top_k if self.tables.rank_major else Int32(1)
-            gRowWeight = array(ctx.out.row_weights, Int32, Int32(1 << 30))
+            gRowWeight = array(ctx.out.row_weights, Int32, ctx.out.capacity * weights)
             for weight in cutlass.range(first * weights + lane, end * weights, 32, unroll=1):
                 gRowWeight[weight] = Int32(0)
             for row in cutlass.range(first + lane, end, 32, unroll=1):
@@ -192,6 +192,6 @@ class Outputs:
             for at in cutlass.range(opaque(0), groups * ctx.ranks * 2, unroll=1):
                 gRange[at] = 0
         if cutlass.const_expr(self.tables.rank_major):
-            gRowExpert = array(ctx.out.row_expert_ids, Int32, Int32(1 << 30))
+            gRowExpert = array(ctx.out.row_expert_ids, Int32, ctx.out.capacity * ctx.top_k)
             for at in cutlass.range(opaque(0), ctx.out.capacity * ctx.top_k, unroll=1):
                 gRowExpert[at] = Int32(NO_ROW)

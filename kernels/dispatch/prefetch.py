@@ -75,7 +75,7 @@ class Prefetch:
                 lane = opaque(ctx.lane)  # or the places in shared memory would be kept in registers
                 first = base * (SEGMENT * self.vectors) + lane
                 left = cutlass.min(last * (SEGMENT * self.vectors), self.row_units(ctx) * self.vectors) - first
-                tRow = lane_tile(self._row(ctx, token), first)
+                tRow = lane_tile(self._row(ctx, token), first, self.units * self.vectors)
                 sTile = self._tile(ctx, stage)
                 for part in cutlass.range_constexpr(self.units * self.vectors):
                     sVector = sTile[swizzled(part * SEGMENT + lane), None]

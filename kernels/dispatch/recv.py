@@ -124,7 +124,7 @@ class DispatchRecv:
         entry = Int32(MASKED_ENTRY)
         weight = Int32(0)
         if lane < ctx.top_k:
-            words = ctx.base + ctx.arena.entries.at(ctx.epoch & 1, source, row_slice.token, lane)
+            words = ctx.here(ctx.arena.entries, ctx.epoch & 1, source, row_slice.token, lane)
             weights = words
             if row_slice.first == 0 and has_weights(sHeader[source, int(HeaderWord.MESSAGES)]) != 0:
                 weights += ctx.arena.weights.offset - ctx.arena.entries.offset  # laid out alike

@@ -110,7 +110,7 @@ class Route:
         given = Int32(MASKED_ENTRY)
         weight = Int32(0)
         if self._has_place(ctx, index):
-            given = given_id(ctx.ids, index)
+            given = given_id(ctx.ids, ctx.entries, index)
             if ctx.input.router_weights != Int64(0):
                 weight = self.weights.read(ctx.input.router_weights, index, ctx).bitcast(Int32)
         return given, weight
@@ -144,7 +144,7 @@ class Route:
         if due:
             for turn in cutlass.range_constexpr(IDS_IN_FLIGHT):
                 if index + turn * self._step(ctx) < before:
-                    rId[turn] = given_id(ctx.ids, index + turn * self._step(ctx))
+                    rId[turn] = given_id(ctx.ids, ctx.entries, index + turn * self._step(ctx))
 
     @cute.jit
     def _count_span(self, ctx: DispatchContext, span: Int32, given: Int32, rId: cute.Tensor) -> tuple[Int32, Int32]:
@@ -164,7 +164,7 @@ class Route:
         own = span * self._in_span(ctx) + self._place(ctx)
         beyond = Boolean(False)
         if self._has_place(ctx, own):
-            beyond = is_beyond(ctx.ids, own, given)
+            beyond = is_beyond(ctx.ids, ctx.entries, own, given)
         if beyond:
             ctx.report_input(Phase.EXPERT_ID, own, ctx.group.all_experts, Int32(BEYOND))
         elif (given < Int32(MASKED_ENTRY)) | (given >= ctx.group.all_experts):
@@ -227,7 +227,7 @@ class Route:
                 value = Int32(ctx.epoch)
             if word == int(HeaderWord.RETURN_SLICES_LOG2):
                 value = ctx.input.return_slices_log2
-            store_ll(ctx.sPeers[peer] + ctx.arena.table.at(ctx.epoch & 1, ctx.rank, word), value, ctx.epoch)
+            store_ll(ctx.there(peer, ctx.arena.table, ctx.epoch & 1, ctx.rank, word), value, ctx.epoch)
 
     @cute.jit
     def _push_entries(self, ctx: DispatchContext, span: Int32, entry: Int32, weight: Int32) -> None:
@@ -251,5 +251,5 @@ class Route:
             for warp in cutlass.range_constexpr(ROUTE_WARPS):
                 total += Int32(sCounts[warp, key])
             column, peer = (Int32(0), key) if self.rank_major else ctx.by_local_experts.split(key)
-            count = ctx.sPeers[peer] + ctx.arena.table.at(ctx.epoch & 1, ctx.rank, len(HeaderWord) + column)
+            count = ctx.there(peer, ctx.arena.table, ctx.epoch & 1, ctx.rank, len(HeaderWord) + column)
             store_ll(count, total, ctx.epoch)

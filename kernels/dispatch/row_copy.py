@@ -88,7 +88,7 @@ class RowCopy:
 
     def _has_signaled(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice) -> Uint32:
         """Whether the source has signaled the slice's flag."""
-        flag = ctx.base + ctx.arena.message_ready.at(opaque(source), opaque(row_slice.index))
+        flag = ctx.here(ctx.arena.message_ready, opaque(source), opaque(row_slice.index))
         return Uint32(ctx.has_signaled(flag, ctx.epoch))
 
     @cute.jit
@@ -96,7 +96,7 @@ class RowCopy:
         """Warp-wide wait for message_ready[source][chunk], signaled by `DispatchSend.run` on `source`."""
         arrived = Boolean(True)
         if ctx.lane == 0:
-            flag = ctx.base + ctx.arena.message_ready.at(source, chunk_of(row_slice.index))
+            flag = ctx.here(ctx.arena.message_ready, source, chunk_of(row_slice.index))
             awaited = Awaited(source, Phase.MESSAGE, row_slice.index, row_slice.token)
             arrived = wait_signal(ctx.wait_context, flag, ctx.epoch, awaited)
         return warp_all(arrived)
@@ -115,8 +115,8 @@ class RowCopy:
         alive = Boolean(True)
         base = row_slice.first
         while alive and base < row_slice.last:
-            tMessage = lane_tile(self._message(ctx, source, row_slice), base * SEGMENT + lane)
             count = own_vectors(base, row_slice.last, vectors, lane)
+            tMessage = lane_tile(self._message(ctx, source, row_slice), base * SEGMENT + lane, count)
             poll = partial(self._poll_vectors, rQ, tMessage, count)
             alive = self._wait_lamport(ctx, source, row_slice, poll)
             if is_lamport(self._tokens(source)):
@@ -147,7 +147,7 @@ class RowCopy:
     @cute.jit
     def _store_vectors(self, rQ: cute.Tensor, count: Int32, first: Int32, lane: Int32, home: Int64) -> None:
         """`count` vectors of a lane, from segment `first` on, to the row at `home`."""
-        tOut = lane_tile(home, first * SEGMENT + lane)
+        tOut = lane_tile(home, first * SEGMENT + lane, count)
         for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
             if turn < count:
                 cute.copy(weak(), rQ[None, turn], tOut[None, turn])
@@ -164,7 +164,7 @@ class RowCopy:
     def _scale_tile(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, base: Int32 | int) -> cute.Tensor:
         """The lane's scale words of a slice, from the slice's word `base` on."""
         word = row_slice.first * ctx.wire.segment_words + ctx.lane + base
-        return lane_words(self._message(ctx, source, row_slice) + ctx.wire.scales_at, word)
+        return lane_words(self._message(ctx, source, row_slice) + ctx.wire.scales_at, word, SCALES_IN_FLIGHT)
 
     def _scale_count(self, ctx: DispatchContext, row_slice: RowSlice) -> Int32:
         """Scale words of a slice."""
@@ -197,8 +197,8 @@ class RowCopy:
                         clear_word(place_of(tScale, turn))
             word = row_slice.first * ctx.wire.segment_words + base + ctx.lane
             if self.tables.are_tiled():
-                kept = ctx.base + ctx.arena.staged_scales.at(opaque(source), opaque(row_slice.token))
-                tKept = lane_words(kept, word)
+                kept = ctx.here(ctx.arena.staged_scales, opaque(source), opaque(row_slice.token))
+                tKept = lane_words(kept, word, SCALES_IN_FLIGHT)
                 for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                     if 32 * turn < words:
                         tKept[turn] = rWord[turn]
@@ -231,7 +231,7 @@ class RowCopy:
     def _copy_row_scale(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, targets: Targets) -> Boolean:
         at = self._message(ctx, source, row_slice) + ctx.wire.row_scale_at
         rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
-        poll = partial(self._poll_scales, rWord, lane_words(at, 0), Int32(1))
+        poll = partial(self._poll_scales, rWord, lane_words(at, 0, 1), Int32(1))
         alive = self._wait_lamport(ctx, source, row_slice, poll)
         scale = Uint16(rWord[0])
         gRowScale = array(ctx.out.row_scales, Uint16, ctx.out.capacity)

@@ -76,7 +76,7 @@ class Tables:
         words = self.counts(ctx) + ctx.ranks * len(HeaderWord)
         for item in cutlass.range(ctx.tid, words, THREADS, unroll=1):
             source, column = ctx.by_ranks.split(item)
-            word = ctx.base + ctx.arena.table.at(parity, source, column)
+            word = ctx.here(ctx.arena.table, parity, source, column)
             value, came = wait_ll(ctx.wait_context, word, ctx.epoch, Awaited(source, Phase.ROUTE_TABLE, column))
             if column < len(HeaderWord):
                 sHeader[source, column] = value

@@ -99,7 +99,7 @@ class DispatchSend:
                     flagged = cute.arch.vote_any_sync(collided)
                     cute.arch.sync_warp()
                     if flagged & has_bit(mask, lane):
-                        signal(ctx.sPeers[lane] + ctx.arena.message_ready.at(ctx.rank, row_slice.index), ctx.epoch)
+                        signal(ctx.there(lane, ctx.arena.message_ready, ctx.rank, row_slice.index), ctx.epoch)
             else:
                 self._fetch_first(ctx, following, units, stage)
             if not is_lamport(ctx.input.tokens):
@@ -107,7 +107,7 @@ class DispatchSend:
                     sTickets[turn] = number
                 cute.arch.sync_threads()  # all of the chunk is stored
                 if (ctx.warp == 0) & (lane < ctx.ranks):
-                    signal(ctx.sPeers[lane] + ctx.arena.message_ready.at(ctx.rank, chunk_of(item)), ctx.epoch)
+                    signal(ctx.there(lane, ctx.arena.message_ready, ctx.rank, chunk_of(item)), ctx.epoch)
             item = following
             following += static_stride(items, ctx.grid.send_ctas)
             if chunks:
@@ -138,7 +138,7 @@ class DispatchSend:
         """Entry `lane` of the token's expert ids; MASKED_ENTRY beyond top_k."""
         given = Int32(MASKED_ENTRY)
         if lane < ctx.top_k:
-            given = given_id(ctx.ids, token * ctx.top_k + lane)
+            given = given_id(ctx.ids, ctx.entries, token * ctx.top_k + lane)
         return given
 
     @cute.jit
@@ -239,7 +239,7 @@ class DispatchSend:
 
     def _place(self, message: Int64, base: Int32, lane: Int32) -> cute.Tensor:
         """The lane's vectors of a message, from segment `base` on."""
-        return lane_tile(message, base * self.payload.vectors + lane)
+        return lane_tile(message, base * self.payload.vectors + lane, self.prefetch.units * self.payload.turns)
 
     @cute.jit
     def _send_vectors(
@@ -254,7 +254,7 @@ class DispatchSend:
             if peer == ctx.ranks:
                 peer = Int32(0)
             if has_bit(mask, peer):
-                tMessage = self._place(ctx.sPeers[peer] + message, base, ctx.lane)
+                tMessage = self._place(ctx.at_peer(peer, message), base, ctx.lane)
                 for turn in cutlass.range_constexpr(self.prefetch.units * self.payload.turns):
                     if turn < count:
                         send(rQ[None, turn], tMessage[None, turn])
@@ -275,7 +275,7 @@ class DispatchSend:
             scales = message + Int64(ctx.wire.scales_at) + Int64(start) * (self.scale_words * WORD_BYTES)
             for peer in cutlass.range(ctx.ranks, unroll=1):
                 if has_bit(mask, peer):
-                    send(rWord, vector(ctx.sPeers[peer] + scales, lane))
+                    send(rWord, vector(ctx.at_peer(peer, scales), lane))
         cute.arch.sync_warp()
         return collided
 
@@ -284,7 +284,7 @@ class DispatchSend:
         """Store a token's own scale (the lower half of a word) at each destination, lane r for rank r."""
         lane = ctx.lane
         if has_bit(mask, lane):
-            send_word(value, pointer(ctx.sPeers[lane] + message + ctx.wire.row_scale_at, Uint32))
+            send_word(value, pointer(ctx.at_peer(lane, message) + ctx.wire.row_scale_at, Uint32))
 
     @cute.jit
     def _push_given_scales(self, ctx: DispatchContext, message: Int64, row_slice: RowSlice, mask: Uint32) -> Boolean:
@@ -303,7 +303,7 @@ class DispatchSend:
             collided = collided | (bits == Uint32(SENTINEL))
             for peer in cutlass.range(ctx.ranks, unroll=1):
                 if has_bit(mask, peer):
-                    send_word(bits, lane_words(ctx.sPeers[peer] + at, word).iterator)
+                    send_word(bits, lane_words(ctx.at_peer(peer, at), word, 1).iterator)
         if (ctx.wire.row_scale_bytes != 0) & (row_slice.first == 0):
             gRowScale = array(ctx.input.row_scales, Uint16, ctx.input.tokens)
             self._push_row_scale(ctx, message, mask, Uint32(gRowScale[row_slice.token]))

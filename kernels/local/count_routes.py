@@ -70,16 +70,17 @@ class CountRoutes:
         by_local_experts = Divisor(args.local_experts, args.local_experts_magic)
         rId = cute.make_rmem_tensor(IDS_IN_FLIGHT, Int32)
         ranks = Uint32(0)
+        entries = args.tokens * args.top_k
         end = round_up(args.top_k, IDS_IN_FLIGHT)
         while end > 0:
             end -= IDS_IN_FLIGHT
             for turn in cutlass.range_constexpr(IDS_IN_FLIGHT):
                 if end + turn < args.top_k:
-                    rId[turn] = given_id(args.ids, token * args.top_k + end + turn)
+                    rId[turn] = given_id(args.ids, entries, token * args.top_k + end + turn)
             for turn in cutlass.range_constexpr(IDS_IN_FLIGHT - 1, -1, -1):
                 if end + turn < args.top_k:
                     expert, last = rId[turn], Int32(MASKED_ENTRY)
-                    if is_beyond(args.ids, token * args.top_k + end + turn, expert):
+                    if is_beyond(args.ids, entries, token * args.top_k + end + turn, expert):
                         expert = Int32(NO_EXPERT)
                     if (args.mask != 0) & (expert >= args.experts):
                         expert = Int32(MASKED_ENTRY)

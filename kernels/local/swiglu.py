@@ -256,7 +256,7 @@ class Rows:
         row_vectors = quotient(units * self.payload.vectors, 32)
         first = segment * self.payload.vectors
         count = self.payload.own_vectors(lane, row_vectors - first)
-        tOut = lane_tile(row_address(args.out, row, row_vectors * VECTOR_BYTES), first + lane)
+        tOut = lane_tile(row_address(args.out, row, row_vectors * VECTOR_BYTES), first + lane, count)
         for turn in cutlass.range_constexpr(self.payload.turns):
             if turn < count:
                 cute.copy(weak(), rQ[None, turn], tOut[None, turn])

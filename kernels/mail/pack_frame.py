@@ -87,10 +87,11 @@ class PackFrame:
     def _checked(self, args: PackFrameArgs, place: Place, index: Int32) -> Int32:
         """An id that is an expert's, else MASKED_ENTRY; reported unless it was that. One that does not fit 32 bits is
         reported and counts as its lower half."""
-        given = given_id(args.ids, index)
+        entries = args.tokens * args.top_k
+        given = given_id(args.ids, entries, index)
         wrong = (given < MASKED_ENTRY) | (given >= args.experts)
         seen = given
-        if is_beyond(args.ids, index, given):
+        if is_beyond(args.ids, entries, index, given):
             seen = Int32(BEYOND)
         if wrong | (seen == BEYOND):
             record = args.group.nodes + INPUT_ERRORS.index(Phase.EXPERT_ID)

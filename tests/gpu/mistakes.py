@@ -153,7 +153,7 @@ MUTANTS = {
         "combines",
         (
             Edit("kernels/combine/pairs.py", "return_rounds.at(sEpoch[0] & 1, ", "return_rounds.at(0, "),
-            Edit("kernels/combine/pairs.py", "return_rounds.at(ctx.epoch & 1, ", "return_rounds.at(0, "),
+            Edit("kernels/combine/pairs.py", "return_rounds, ctx.epoch & 1, ", "return_rounds, 0, "),
         ),
     ),
     # ranks do not compare them: rows of another batch are waited for in vain, or summed

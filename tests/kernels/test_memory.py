@@ -36,7 +36,7 @@ def test_a_lane_takes_the_vectors_that_vectorize_and_distribute_give_it() -> Non
     first, lane = (axis.ravel().astype(np.int32) for axis in np.mgrid[:SEGMENTS, :LANES])
     for turn in range(SEGMENTS):
         found = addresses(
-            lambda first, lane, turn=turn: lane_tile(Int64(BASE), first * LANES + lane)[None, turn].iterator,
+            lambda first, lane, turn=turn: lane_tile(Int64(BASE), first * LANES + lane, SEGMENTS)[None, turn].iterator,
             first,
             lane,
         )
@@ -52,7 +52,7 @@ def test_offsets_of_a_row_have_64_bits() -> None:
     assert addresses(lambda index: vector(Int64(BASE), index).iterator, far).tolist() == [
         16 * int(index) for index in far
     ]
-    assert addresses(lambda index: lane_tile(Int64(BASE), index)[None, 1].iterator, far).tolist() == [
+    assert addresses(lambda index: lane_tile(Int64(BASE), index, 2)[None, 1].iterator, far).tolist() == [
         16 * (int(index) + LANES) for index in far
     ]
 
@@ -60,7 +60,7 @@ def test_offsets_of_a_row_have_64_bits() -> None:
 def test_a_lane_takes_every_32nd_word() -> None:
     words = np.arange(70, dtype=np.int32)
     for turn in (0, 1, 3):
-        found = addresses(lambda word, turn=turn: place_of(lane_words(Int64(BASE), word), turn), words)
+        found = addresses(lambda word, turn=turn: place_of(lane_words(Int64(BASE), word, turn + 1), turn), words)
         assert found.tolist() == [4 * (word + LANES * turn) for word in range(70)]
 
 
