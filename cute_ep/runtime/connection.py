@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from cute_ep.runtime.parts import RankParts, load_kernels, make_arena, unload_ke
 from cute_ep.runtime.places import Place, check_initialised, check_member, check_places
 from cute_ep.runtime.rails.network import slow_network, warn_of_slow_mail
 from cute_ep.runtime.rails.transport import NCCL, check_same_transport, check_transport, chosen_transport
+from cute_ep.runtime.symmetric import Sharing
 from cute_ep.runtime.trial import choose
 from cute_ep.tuning.file import find_tuning
 from cute_ep.tuning.launch_shape import Tuning
@@ -218,15 +219,14 @@ def connect_checked(
 
 def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options: _Options) -> EPCommunicator:
     """`connect_checked` of ranks that have met."""
-    rank, world = meeting.rank, meeting.size
 
     def look_around() -> tuple[Place, str, tuple[torch.device, _Share] | None]:
         check_config(cfg)
         check()
         options.check()
         transport = chosen_transport(cfg, options.transport)
-        if world != cfg.world_size:
-            raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
+        if meeting.size != cfg.world_size:
+            raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {meeting.size} ranks")
         if not torch.cuda.device_count():
             options.check_reference()
             return Place.of(cfg, None), transport, None
@@ -239,100 +239,116 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
         found = options.tuning or find_tuning(node, torch.cuda.get_device_name(device), node.world_size, most)
         return Place.of(cfg, device), transport, (device, _Share(most, found))
 
-    def prepare() -> tuple[RankParts, ExitStack]:
-        with ExitStack() as undo:
-            found = Library(options.library)
-            load_local_kernels([device.index], found)
-            who = Origin(node, place, device, options.hooks)
-            return _prepare_rank(who, share, found, undo, sharing.take, first_rank=first), undo.pop_all()
+    (_, transport, gpu), said = meeting.on_all_ranks(look_around, lambda found: found[:2], doing="look at its device")
+    places, transports = zip(*said, strict=True)
+    check_places(meeting.rank, places)
+    check_same_transport(transports)
+    if gpu is None:
+        return connect_processes(cfg, meeting.rank, meeting.on_all_ranks)
+    if cfg.nodes > 1 and transport == NCCL:
+        warn_of_slow_mail(cfg, meeting.rank, places, slow_network())
+    return _ProcessRank(cfg, meeting, options, *gpu).connect([one.machine for one in places], transport)
 
-    def map_peers() -> tuple[dict[int, int], ExitStack]:
+
+class _ProcessRank:
+    """This process's rank, on a GPU of its own: what it has until `release`."""
+
+    def __init__(self, cfg: EPConfig, meeting: Meeting, options: _Options, device: torch.device, share: _Share) -> None:
+        self.cfg, self.meeting, self.options, self.device, self.share = cfg, meeting, options, device, share
+        place = meeting.rank if cfg.nodes == 1 else cfg.place(meeting.rank)[0]
+        self.node = cfg if cfg.nodes == 1 else node_config(cfg)
+        self.first = meeting.rank - place
+        self.patience = max(2 * cfg.timeout_s, LEAST_PATIENCE_S)
+        self.who = Origin(self.node, place, device, options.hooks)
+        self.rail: Rail | None = None
+
+    def connect(self, machines: Sequence[str], transport: str) -> EPCommunicator:
+        """Its communicator; collective.
+
+        Args:
+            machines: of all ranks, or what stands for the NVLink domain of each.
+            transport: between nodes.
+        """
+        cfg, meeting = self.cfg, self.meeting
+        ranks = [meeting.rank] if cfg.skip_a2a else list(range(self.first, self.first + self.node.peers))
+        with closing(choose(meeting, len(ranks), machines, self.device)) as sharing, ExitStack() as undo:
+            (parts, self.own), offers = meeting.on_all_ranks(
+                lambda: self._prepare(sharing),
+                lambda made: sharing.offer(made[0].arena.allocation),
+                lambda made: made[1].close(),
+                "load kernels and allocate memory",
+            )
+            undo.callback(self._free_unmapped)
+            (mapped, self.mappings), _ = meeting.on_all_ranks(
+                lambda: self._map(sharing, {peer: offers[peer] for peer in ranks if peer != meeting.rank}),
+                undo=lambda made: made[1].close(),
+                doing="map the memory of its peers",
+            )
+            undo.callback(self.mappings.close)
+            theirs = {peer: address + self.node.arena.begin(peer - self.first) for peer, address in mapped.items()}
+            addresses = [theirs.get(peer, parts.arena.address) for peer in ranks]
+            self.communicator, _ = meeting.on_all_ranks(
+                lambda: Communicator(parts, addresses, group=meeting, release=self.release),
+                undo=lambda made: made.free(),
+                doing="finish connecting",
+            )
+            undo.callback(self.communicator.free)
+            if cfg.nodes > 1:
+                join = join_rail if transport == NCCL else join_shmem
+                self.rail = join(cfg, self.communicator, Library(self.options.library), meeting)
+            undo.pop_all()
+        if self.rail is None:
+            return self.communicator
+        return NodesCommunicator(self.communicator, self.rail.mail, self.rail.status, release=self.release)
+
+    def _prepare(self, sharing: Sharing) -> tuple[RankParts, ExitStack]:
+        with ExitStack() as undo:
+            found = Library(self.options.library)
+            load_local_kernels([self.device.index], found)
+            parts = _prepare_rank(self.who, self.share, found, undo, sharing.take, first_rank=self.first)
+            return parts, undo.pop_all()
+
+    def _map(self, sharing: Sharing, offers: Mapping[int, Any]) -> tuple[dict[int, int], ExitStack]:
+        """Where the memory of each peer is, and what unmaps it."""
         with ExitStack() as undo:
             mapped = {}
-            for peer in peers:
-                mapped[peer] = sharing.open(peer, offers[peer])
+            for peer, offer in offers.items():
+                mapped[peer] = sharing.open(peer, offer)
                 undo.callback(sharing.shut, mapped[peer])
             return mapped, undo.pop_all()
 
-    def release(_: EPCommunicator) -> None:
+    def _free_unmapped(self) -> None:
+        """Nobody frees what a peer has mapped: if the ranks have lost each other, nobody frees."""
+        self.meeting.wait(self.patience, "unmap memory")
+        self.own.close()
+
+    def release(self, _: EPCommunicator) -> None:
         """Collective: unmap and free once all kernels of every rank have ended, those that gave up a wait included;
         keep all memory when some rank does not come or its device failed, whose error is raised once the others
         know."""
         failure: Exception | None = None
         try:
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(self.device)
         except RuntimeError as error:
             failure = error
         keep = True
         try:
-            keep = any(meeting.gather(failure is not None, patience, "close"))
+            keep = any(self.meeting.gather(failure is not None, self.patience, "close"))
         finally:
-            if rail is not None:
+            if self.rail is not None:
                 try:
-                    rail.leave(patience, abort=keep)
+                    self.rail.leave(self.patience, abort=keep)
                 except Exception as error:  # the others wait for this rank below
                     failure = failure or error
         if not keep:
             try:
-                mappings.close()
+                self.mappings.close()
             finally:
-                meeting.wait(patience, "unmap memory")
-            communicator.free()
-            own.close()
+                self.meeting.wait(self.patience, "unmap memory")
+            self.communicator.free()
+            self.own.close()
         if failure is not None:
             raise failure
-
-    (_, transport, gpu), said = meeting.on_all_ranks(look_around, lambda found: found[:2], doing="look at its device")
-    places, transports = zip(*said, strict=True)
-    check_places(rank, places)
-    check_same_transport(transports)
-    patience = max(2 * cfg.timeout_s, LEAST_PATIENCE_S)
-    if gpu is None:
-        return connect_processes(cfg, rank, meeting.on_all_ranks)
-    device, share = gpu
-    node, place = (cfg, rank) if cfg.nodes == 1 else (node_config(cfg), cfg.place(rank)[0])
-    first = rank - place
-    rail: Rail | None = None
-    join = join_rail if transport == NCCL else join_shmem
-    if cfg.nodes > 1 and transport == NCCL:
-        warn_of_slow_mail(cfg, rank, places, slow_network())
-    ranks = [rank] if cfg.skip_a2a else list(range(first, first + node.peers))
-    peers = [peer for peer in ranks if peer != rank]
-    with closing(choose(meeting, len(ranks), [one.machine for one in places], device)) as sharing:
-        (parts, own), offers = meeting.on_all_ranks(
-            prepare,
-            lambda made: sharing.offer(made[0].arena.allocation),
-            lambda made: made[1].close(),
-            "load kernels and allocate memory",
-        )
-        try:
-            (mapped, mappings), _ = meeting.on_all_ranks(
-                map_peers, undo=lambda made: made[1].close(), doing="map the memory of its peers"
-            )
-            theirs = {peer: address + node.arena.begin(peer - first) for peer, address in mapped.items()}
-            addresses = [theirs.get(peer, parts.arena.address) for peer in ranks]
-            try:
-                communicator, _ = meeting.on_all_ranks(
-                    lambda: Communicator(parts, addresses, group=meeting, release=release),
-                    undo=lambda made: made.free(),
-                    doing="finish connecting",
-                )
-                try:
-                    if cfg.nodes > 1:
-                        rail = join(cfg, communicator, Library(options.library), meeting)
-                except BaseException:
-                    communicator.free()
-                    raise
-            except BaseException:
-                mappings.close()
-                raise
-        except BaseException:  # nobody frees what a peer has mapped: if the ranks have lost each other, nobody frees
-            meeting.wait(patience, "unmap memory")
-            own.close()
-            raise
-    if rail is None:
-        return communicator
-    return NodesCommunicator(communicator, rail.mail, rail.status, release=release)
 
 
 @dataclass(frozen=True)
