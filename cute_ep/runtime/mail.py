@@ -285,7 +285,7 @@ class RankMail:
     def _put_sums(self, put: Put, of: SumsOf) -> None:
         self.engine.put(self, Channel.SUMS, [put])
         if not of.at_once:
-            self.engine.told(self, Channel.SUMS)
+            self.engine.tell_exchanged(self, Channel.SUMS)
 
     def sums_put(self, frame: int, landing: int) -> Put:
         """What travels of the sums that this rank's node has made. `landing`: the first one."""

@@ -203,7 +203,7 @@ class NodesCommunicator(EPCommunicator):
 
     def _check_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> None:
         """EPInputError unless a combine over nodes can return these rows of this batch."""
-        why = self.mail.engine.only_sums
+        why = self.mail.engine.entries_refused
         if mode != "partial" and why:
             raise EPInputError(f"mode = {mode!r}: must be 'partial' over {self.cfg.nodes} nodes {why}")
         stamp = dispatched.stamp

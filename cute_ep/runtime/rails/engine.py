@@ -43,19 +43,19 @@ class Engine(Protocol):
             graphs count that are replayed.
         one_sided: whether a put comes without its receiver, so that kernels wait for words. One that the host has
             queued also comes after a failure, while a peer may be reading: pieces of any frame then have one place.
-        only_sums: why rows of entries do not travel, in words; "": they do, pieces may be anywhere in memory.
+        entries_refused: why rows of entries do not travel, in words; "": they do, pieces may be anywhere in memory.
     """
 
     queued: bool
     one_sided: bool
-    only_sums: str
+    entries_refused: str
 
     def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
         """Bring each piece of this rank's mail, of the round that was packed last, to every other node's rank; then, if
         kernels wait for words, the round to the piece's word of `arrived` there, behind the rounds before. What comes
         behind on the stream may write to the sources."""
 
-    def told(self, mail: RankMail, channel: Channel) -> None:
+    def tell_exchanged(self, mail: RankMail, channel: Channel) -> None:
         """Tell the host that what was put last has been exchanged, if it asks: no await is next, which does so."""
 
     def free(self, mail: RankMail, channel: Channel, landing: int) -> None:

@@ -43,7 +43,7 @@ class NcclRail:
         abort: address of the abort word of the rank's arena.
     """
 
-    queued, one_sided, only_sums = True, False, ""
+    queued, one_sided, entries_refused = True, False, ""
 
     def __init__(self, library: NcclLibrary, device: torch.device, abort: int) -> None:
         self._library, self._device, self._abort = library, device, abort
@@ -70,7 +70,7 @@ class NcclRail:
                 raise EPError(f"rank {mail.parts.rank}: NCCL between nodes was aborted; close, and connect again")
             exchange(self._library, self._communicators[channel], mail, pieces, stream)
 
-    def told(self, mail: RankMail, channel: Channel) -> None:
+    def tell_exchanged(self, mail: RankMail, channel: Channel) -> None:
         """As of `Engine`."""
         mail.signal(channel, _ended_at(channel), 1, RoundWord.SENT)
 

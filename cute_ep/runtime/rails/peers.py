@@ -12,14 +12,14 @@ from cute_ep.runtime.rails.engine import Put, words_of
 class PeerStores:
     """A kernel copies, and another one signals the words of all pieces. Neither does anything after a failure."""
 
-    queued, one_sided, only_sums = False, True, "in one process"
+    queued, one_sided, entries_refused = False, True, "in one process"
 
     def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
         """As of `Engine`."""
         mail.put(channel, pieces)
         mail.signal(channel, mail.map.arrived.at(channel, mail.node), words_of(pieces), RoundWord.SENT)
 
-    def told(self, mail: RankMail, channel: Channel) -> None:
+    def tell_exchanged(self, mail: RankMail, channel: Channel) -> None:
         """As of `Engine`: nobody asks."""
 
     def free(self, mail: RankMail, channel: Channel, landing: int) -> None:

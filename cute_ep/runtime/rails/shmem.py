@@ -40,7 +40,7 @@ class ShmemRail:
     """
 
     queued, one_sided = True, True
-    only_sums = "with transport = 'nvshmem': take transport = 'nccl' for the other modes"
+    entries_refused = "with transport = 'nvshmem': take transport = 'nccl' for the other modes"
 
     def __init__(self, library: ShmemLibrary, device: torch.device, pes: Sequence[int]) -> None:
         self._library, self._device, self._pes = library, device, list(pes)
@@ -60,7 +60,7 @@ class ShmemRail:
         """As of `Engine`."""
         self._free(mail, channel, landing, 1)
 
-    def told(self, mail: RankMail, channel: Channel) -> None:
+    def tell_exchanged(self, mail: RankMail, channel: Channel) -> None:
         """As of `Engine`: nobody asks."""
 
     def progress(self, channel: Channel) -> int:
