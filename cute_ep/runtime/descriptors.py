@@ -7,7 +7,7 @@ missed by those who wait for its word.
 
 An abstract socket ends with its process and needs no folder. Ranks reach each other's within one network namespace.
 What comes from another user or without the inbox's token is dropped unread, and nobody leaves a descriptor with another
-user.
+user. Another user of the machine can fill an inbox's queue, though; then ranks share by CUDA IPC, or `connect` fails.
 """
 
 from __future__ import annotations
