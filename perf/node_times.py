@@ -132,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--library", type=Path, metavar="DIR", help="folder of compiled kernels")
     parser.add_argument("--transport", choices=("nccl", "nvshmem"), default="nccl", help="of the rail (default nccl)")
+    parser.add_argument("--commit", metavar="HASH", help="of these sources, where there is no checkout to ask")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -151,7 +152,12 @@ def main() -> None:
         sys.stdout.write(f"{few}\n")
         if args.out:
             devices = [f"cuda:{index}" for index in range(world)]
-            made = {"environment": environment(devices, "perf.node_times"), "times": rows, "one token": few}
+            about = environment(devices, f"perf.node_times --transport {args.transport}")
+            made = {
+                "environment": about | ({"commit": args.commit} if args.commit else {}),
+                "times": rows,
+                "one token": few,
+            }
             args.out.write_text(json.dumps(made, indent=1))
     dist.barrier()
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cute_ep.bench.ceilings import Ceilings
+from perf import node_pages
 from perf.cases import MAIN, QUICK_FORMATS
 from perf.losses import BYTES_TOKENS, PARTIAL, Loss, farthest_text, losses
 from perf.model import PREDICTED_TOKENS, elsewhere_table, fit_for, summary_text
@@ -279,6 +280,9 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
     ]
     for name in runs:
         parts += run_text(name, runs, places)
+    nodes = node_pages.kept(places.results)
+    data = {name: link(places.results / f"{name}.json", page) for name in nodes}
+    parts += node_pages.sections(nodes, data)
     parts += [
         f"## Ceilings and floors\n\n{FLOOR_TEXT}. Farthest: time over floor from {BYTES_TOKENS} tokens on, "
         "uniform routing.",
