@@ -118,5 +118,5 @@ def test_combine_needs_a_dispatch_that_was_made_through_ops() -> None:
     (x, ids, weights), ep = tokens(), alone()
     name, batch = cute_ep.ops.register(ep), ep.dispatch(x, ids, weights)
     kept = ids, weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights, batch.frame_ids
-    with pytest.raises(EPInputError, match=r"topk_ids\.shape\[0\] = 2: must be the tokens of a dispatch"):
+    with pytest.raises(EPInputError, match=r"topk_ids\.shape\[0\] = 2: must be that of a dispatch"):
         torch.ops.cute_ep.combine(batch.tokens, *kept, name, "exact", torch.bfloat16, torch.zeros(1).int())
