@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -305,7 +305,8 @@ class _ProcessRank:
         with ExitStack() as undo:
             found = Library(self.options.library)
             load_local_kernels([self.device.index], found)
-            parts = _prepare_rank(self.who, self.share, found, undo, sharing.take, first_rank=self.first)
+            share = replace(self.share, take=sharing.take)
+            parts = _prepare_rank(self.who, share, found, undo, first_rank=self.first)
             return parts, undo.pop_all()
 
     def _map(self, sharing: Sharing, offers: Mapping[int, Any]) -> tuple[dict[int, int], ExitStack]:
@@ -379,11 +380,13 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Share:
-    """What a rank has of its device: CTAs at most, launch shapes for as many, and whether other ranks are there."""
+    """What a rank has of its device: CTAs at most, launch shapes for as many, whether other ranks are there, and what
+    makes the allocation of its arena."""
 
     max_ctas: int
     tuning: Tuning
     shared_device: bool = False
+    take: Callable[[int], Allocation] = PlainAllocation
 
 
 def _prepare_rank(
@@ -391,22 +394,16 @@ def _prepare_rank(
     share: _Share,
     library: Library,
     undo: ExitStack,
-    take: Callable[[int], Allocation] = PlainAllocation,
     *,
     first_rank: int = 0,
 ) -> RankParts:
-    """What one rank needs before it knows its peers, to be given back by `undo`.
-
-    Args:
-        take: makes the allocation of its arena.
-        first_rank: of its node.
-    """
+    """What one rank needs before it knows its peers, to be given back by `undo`. `first_rank`: of its node."""
     cfg, rank, device, hooks = who
     started = time.monotonic()
     kernels = load_kernels(cfg, device, library, hooks)
     undo.callback(unload_kernels, kernels, device)
     LOG.debug("kernels of %s loaded on %s in %.2f s", cfg.dispatch_format, device, time.monotonic() - started)
-    arena = make_arena(cfg, rank, device, take)
+    arena = make_arena(cfg, rank, device, share.take)
     undo.callback(arena.free)
     free = resident_ctas(device.index) // CTAS_PER_SM - share.max_ctas
     pairs = 0 < free <= FEW_FREE_SMS and has_clusters(device)

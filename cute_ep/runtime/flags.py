@@ -74,8 +74,14 @@ def over_nodes(cfg: EPConfig, rank: int, node: Flags, words: Sequence[int], seco
         for other in range(cfg.nodes):
             if other != cfg.node(rank):
                 peer = other * cfg.peers + node.rank
-                behind += _mail_behind(cfg, channel, (number, other), peer, some, apart=bool(second))
+                late = _mail_behind(cfg, channel, (number, other), peer, some)
+                behind += map(_of_landing, late) if second and channel == Channel.SUMS else late
     return Flags(rank, completed, tuple(behind))
+
+
+def _of_landing(flag: Flag) -> Flag:
+    """A flag of sums whose landings are counted apart, with rounds of a landing: its words of `free` begin with -1."""
+    return replace(flag, seen=flag.seen + 1, needed=flag.needed + 1) if flag.name == "free" else flag
 
 
 def _mail_rounds(cfg: EPConfig, channel: Channel, words: Sequence[int]) -> tuple[int, int]:
@@ -87,17 +93,15 @@ def _mail_rounds(cfg: EPConfig, channel: Channel, words: Sequence[int]) -> tuple
 
 
 def _mail_behind(
-    cfg: EPConfig, channel: Channel, place: tuple[int, int], peer: int, words: Sequence[int], *, apart: bool
+    cfg: EPConfig, channel: Channel, place: tuple[int, int], peer: int, words: Sequence[int]
 ) -> Iterator[Flag]:
     """The words of a channel that `peer` has not stored, or of its second landing, which not every round uses.
-    `place`: the number of what is counted, and the node of `peer`; `apart`: whether each landing of sums is counted by
-    itself. Neighbouring pieces of which the same round came last are one flag."""
+    `place`: the number of what is counted, and the node of `peer`. Neighbouring pieces of which the same round came
+    last are one flag."""
     operation, _, landings = MAILED[channel]
     sent, received = _mail_rounds(cfg, channel, words)
     number, other = place
     seen = words[cfg.mail.free.at(channel, other) // LL_BYTES]
-    if apart and channel == Channel.SUMS:
-        seen, landings = seen + landings - 1, 1
     if seen <= sent - landings:
         yield Flag("free", place, 1, operation, sent + 1, peer, seen, sent + 1 - landings)
     if number not in set(Channel) and sent == received:

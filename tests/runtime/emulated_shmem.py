@@ -13,6 +13,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.runtime.mail import RankMail
 from cute_ep.runtime.nodes import NodesCommunicator
 from cute_ep.runtime.rails.shmem import ShmemRail
+from cute_ep.runtime.rails.shmem_library import Addition
 
 from .emulated_mail import word
 from .emulated_nodes import connected
@@ -37,15 +38,15 @@ class Heap:
         assert 0 <= offset and offset + nbytes <= self.nbytes, "outside of the symmetric heap"
         return self.bases[pe] + offset
 
-    def put(self, to: int, source: int, nbytes: int, word: int, count: int, pe: int, stream: int) -> None:
-        assert pe != self.pe
-        self.asked.append((pe, nbytes))
-        ctypes.memmove(self.at(to, pe, nbytes), source, nbytes)
-        self.signal(word, count, pe, stream)
+    def put(self, to: int, source: int, nbytes: int, signal: Addition, stream: int) -> None:
+        assert signal.pe != self.pe
+        self.asked.append((signal.pe, nbytes))
+        ctypes.memmove(self.at(to, signal.pe, nbytes), source, nbytes)
+        self.signal(signal, stream)
 
-    def signal(self, at: int, count: int, pe: int, stream: int) -> None:
+    def signal(self, addition: Addition, stream: int) -> None:
         with self.adding:
-            word(self.at(at, pe, 8)).add_(count)
+            word(self.at(addition.word, addition.pe, 8)).add_(addition.amount)
 
 
 def symmetric(mail: RankMail) -> RankMail:

@@ -18,7 +18,7 @@ from cute_ep.runtime import connection, join_shmem
 from cute_ep.runtime.mail import MailParts
 from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.rails import shmem, transport
-from cute_ep.runtime.rails.shmem_library import Begun
+from cute_ep.runtime.rails.shmem_library import Addition, Begun
 
 from .as_threads import RANKS, collective
 from .emulated_mail import at
@@ -62,11 +62,11 @@ class Pe:
     def leave(self) -> None:
         self.called("leave")
 
-    def put(self, to: int, source: int, nbytes: int, word: int, count: int, pe: int, stream: int) -> None:
-        self.called("put", nbytes, count, pe)
+    def put(self, to: int, source: int, nbytes: int, signal: Addition, stream: int) -> None:
+        self.called("put", nbytes, signal.amount, signal.pe)
 
-    def signal(self, word: int, count: int, pe: int, stream: int) -> None:
-        self.called("signal", count, pe)
+    def signal(self, addition: Addition, stream: int) -> None:
+        self.called("signal", addition.amount, addition.pe)
 
     def called(self, name: str, *given: object) -> None:
         if name == self.broken:

@@ -18,6 +18,7 @@ from cute_ep.runtime.rails.shmem_library import (
     FUNCTIONS,
     SONAME,
     WHEEL_FOLDER,
+    Addition,
     Begun,
     InitArgs,
     InitAttributes,
@@ -82,9 +83,9 @@ def test_a_process_begins_as_its_pe_on_its_gpu() -> None:
 def test_puts_and_signals_are_additions() -> None:
     fake = Fake()
     library = ShmemLibrary(fake)
-    library.put(1 << 40, 2 << 40, 48, 3 << 40, 1, 5, 9)
-    library.put(1 << 40, 2 << 40, 0, 3 << 40, 1, 5, 9)  # of no bytes: the signal alone
-    library.signal(3 << 40, 1, 6, 9)
+    library.put(1 << 40, 2 << 40, 48, Addition(3 << 40, 1, 5), 9)
+    library.put(1 << 40, 2 << 40, 0, Addition(3 << 40, 1, 5), 9)  # of no bytes: the signal alone
+    library.signal(Addition(3 << 40, 1, 6), 9)
     assert fake.calls[-3:] == [
         ("nvshmemx_putmem_signal_on_stream", 1 << 40, 2 << 40, 48, 3 << 40, 1, 10, 5, 9),
         ("nvshmemx_signal_op_on_stream", 3 << 40, 1, 10, 5, 9),

@@ -19,6 +19,7 @@ from cute_ep.runtime.mail import RankMail
 from cute_ep.runtime.nodes import NodesCommunicator
 from cute_ep.runtime.rails.engine import Put
 from cute_ep.runtime.rails.shmem import ShmemRail
+from cute_ep.runtime.rails.shmem_library import Addition
 from cute_ep.testing.compare import assert_bits
 from tests.reference.ranks import at_once, rows_for
 
@@ -269,11 +270,11 @@ def test_what_was_not_read_is_told_by_its_landing() -> None:
 class SignalFirst(Heap):
     """A library that signals before the bytes are there."""
 
-    def put(self, to: int, source: int, nbytes: int, word: int, count: int, pe: int, stream: int) -> None:
+    def put(self, to: int, source: int, nbytes: int, signal: Addition, stream: int) -> None:
         content = ctypes.string_at(source, nbytes)
-        self.signal(word, count, pe, stream)
+        self.signal(signal, stream)
         time.sleep(0.05)
-        ctypes.memmove(self.at(to, pe, nbytes), content, nbytes)
+        ctypes.memmove(self.at(to, signal.pe, nbytes), content, nbytes)
 
 
 class FreeEarly(ShmemRail):

@@ -26,7 +26,7 @@ from cute_ep.runtime import driver_calls
 from cute_ep.runtime.driver import allocate, on_device
 from cute_ep.runtime.mail import RankMail
 from cute_ep.runtime.rails.engine import Put
-from cute_ep.runtime.rails.shmem_library import Begun, ShmemLibrary
+from cute_ep.runtime.rails.shmem_library import Addition, Begun, ShmemLibrary
 from cute_ep.runtime.rails.waiting import START_S, wait_until, within
 
 LOG = logging.getLogger(__name__)
@@ -73,12 +73,13 @@ class ShmemRail:
             word = mail.words_at(one.landing) + mail.map.arrived.at(channel, mail.node, one.piece)
             for node in self._others(mail):
                 source = mail.base + one.source + node * one.step
-                self._library.put(mail.base + one.to, source, one.nbytes, word, count, self._pes[node], stream)
+                signal = Addition(word, count, self._pes[node])
+                self._library.put(mail.base + one.to, source, one.nbytes, signal, stream)
 
     def _free(self, mail: RankMail, channel: Channel, landing: int, count: int) -> None:
         stream, word = mail.stream, mail.words_at(landing) + mail.map.free.at(channel, mail.node)
         for node in self._others(mail):
-            self._library.signal(word, count, self._pes[node], stream)
+            self._library.signal(Addition(word, count, self._pes[node]), stream)
 
     def _others(self, mail: RankMail) -> list[int]:
         """The other nodes, the next one first: no rank is everybody's first."""

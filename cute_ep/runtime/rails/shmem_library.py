@@ -110,6 +110,14 @@ FUNCTIONS = {
 }
 
 
+class Addition(NamedTuple):
+    """`amount` is added to a word of a PE. Words, and where puts go, are addresses of this PE's symmetric memory."""
+
+    word: int
+    amount: int
+    pe: int
+
+
 class ShmemLibrary:
     """The functions of a libnvshmem_host. Addresses and streams are plain numbers; PEs are the processes that began
     together, and each works on its own device, which is the current one.
@@ -214,18 +222,20 @@ class ShmemLibrary:
         """Give back what `allocate` gave, on all PEs, which wait for each other."""
         self._functions["nvshmem_free"](address)
 
-    def put(self, to: int, source: int, nbytes: int, word: int, count: int, pe: int, stream: int) -> None:
-        """Queue bytes to a PE, and behind them the addition of `count` to a word there. `to` and `word` are addresses
-        of this PE's symmetric memory. What comes behind on the stream may write to the source."""
+    def put(self, to: int, source: int, nbytes: int, signal: Addition, stream: int) -> None:
+        """Queue bytes to `to` of the signal's PE, and behind them the signal. What comes behind on the stream may write
+        to the source."""
         if nbytes:
+            word, amount, pe = signal
             name = "nvshmemx_putmem_signal_on_stream"
-            self._functions[name](to, source, nbytes, word, count, SIGNAL_ADD, pe, stream)
+            self._functions[name](to, source, nbytes, word, amount, SIGNAL_ADD, pe, stream)
         else:
-            self.signal(word, count, pe, stream)
+            self.signal(signal, stream)
 
-    def signal(self, word: int, count: int, pe: int, stream: int) -> None:
-        """Queue an addition to a word of a PE, as of `put`."""
-        self._functions["nvshmemx_signal_op_on_stream"](word, count, SIGNAL_ADD, pe, stream)
+    def signal(self, addition: Addition, stream: int) -> None:
+        """Queue an addition."""
+        word, amount, pe = addition
+        self._functions["nvshmemx_signal_op_on_stream"](word, amount, SIGNAL_ADD, pe, stream)
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = self._functions[name](*arguments)
