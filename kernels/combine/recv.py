@@ -17,8 +17,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.combine.schedule import row_vectors
-from cute_ep.kernels.combine.send import LOST
-from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, halves, opaque
+from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, halves, opaque
 from cute_ep.kernels.device.atoms import clear, poll, weak
 from cute_ep.kernels.device.context import CombineContext, given_id, owns_shared
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, wait_lamport

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.combine.schedule import CombineSchedule, row_vectors
-from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, opaque, round_vector
+from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, opaque, round_vector
 from cute_ep.kernels.device.atoms import load_row, send
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.device.context import CombineContext
@@ -27,9 +27,6 @@ from cute_ep.kernels.device.sync import signal
 from cute_ep.layouts.maps.arena import CHUNK, COMBINE_ITEMSIZE, chunk_of
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import NO_ROW
-
-LOST = 0x7FFF7FFF
-"""Two bfloat16 NaN."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ VECTOR_ELEMENTS = 8
 """bfloat16 elements in one 16-byte vector."""
 PAIR_MAGNITUDE = 0x7FFF7FFF
 """All bits of two bfloat16 but their signs."""
+LOST = 0x7FFF7FFF
+"""Two bfloat16 NaN: what stands for a row that dispatch had no room for."""
 LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
 """The largest finite bfloat16, 0x7F7F."""
 

@@ -19,8 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
-from cute_ep.kernels.combine.send import LOST
-from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, round_vector
+from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, round_vector
 from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, launch_config
 from cute_ep.kernels.device.divide import Divisor, quotient, remainder
