@@ -27,7 +27,7 @@ from pathlib import Path
 
 from perf import peers
 from perf.cases import MAIN, Shape
-from perf.runs import reproduce, rounded
+from perf.runs import kept_beside, reproduce, rounded
 from perf.tables import machine_text, markdown
 
 ADAPTERS = {
@@ -229,7 +229,7 @@ def section(runs: Mapping[str, Mapping]) -> str:
 
 def kept(results: Path) -> dict[str, dict]:
     """The kept runs by name."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*-adapters.json"))}
+    return kept_beside("adapters", results)
 
 
 def main() -> int:

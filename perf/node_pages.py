@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 
 from perf.tables import markdown
 
@@ -14,11 +12,6 @@ EXCHANGE_GOAL = 1.1
 """An exchange over the same by bare sends and receives, at most."""
 FRAME_GOAL = 1.1
 """A small frame with much room over one with its own, at most."""
-
-
-def kept(results: Path) -> dict[str, dict]:
-    """The kept runs by name."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*-nodes.json"))}
 
 
 def sections(runs: Mapping[str, dict], data: Mapping[str, str]) -> list[str]:

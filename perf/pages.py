@@ -13,6 +13,7 @@ from perf.cases import MAIN, QUICK_FORMATS
 from perf.losses import BYTES_TOKENS, PARTIAL, Loss, farthest_text, losses
 from perf.model import PREDICTED_TOKENS, elsewhere_table, fit_for, summary_text
 from perf.peers import CHAINED, PEERS
+from perf.runs import kept_beside
 from perf.tables import (
     CONDITIONS,
     FLOOR_TEXT,
@@ -280,7 +281,7 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
     ]
     for name in runs:
         parts += run_text(name, runs, places)
-    nodes = node_pages.kept(places.results)
+    nodes = kept_beside("nodes", places.results)
     data = {name: link(places.results / f"{name}.json", page) for name in nodes}
     parts += node_pages.sections(nodes, data)
     parts += [

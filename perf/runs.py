@@ -112,6 +112,11 @@ def read_kept(results: Path = RESULTS) -> dict[str, dict]:
     return {name: runs[name] for name in reversed(order)}
 
 
+def kept_beside(kind: str, results: Path = RESULTS) -> dict[str, dict]:
+    """The kept measurements of another kind, perf/results/<machine>-<kind>.json, by name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(results.glob(f"*-{kind}.json"))}
+
+
 def refusal(run: dict) -> str | None:
     """Why a run is none to keep; None when it is one."""
     if run["quick"]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from perf.node_pages import kept, sections
+from perf.node_pages import sections
+from perf.runs import kept_beside
 
 TIMES = {"format": "fp8", "tokens": 16, "one node": 10.0, "nodes": 60.0, "frames": 20.9, "bare frames": 19.0}
 RUN = {
@@ -24,7 +25,7 @@ RUN = {
 def test_exchanges_stand_over_bare_ones_and_own_cost_over_one_node(tmp_path: Path) -> None:
     (tmp_path / "one-nodes.json").write_text(json.dumps(RUN))
     (tmp_path / "other.json").write_text("{}")
-    runs = kept(tmp_path)
+    runs = kept_beside("nodes", tmp_path)
     heading, text, table = sections(runs, {"one-nodes": "../one-nodes.json"})
     assert heading == "## Several nodes on one host: 2 x NVIDIA H200, each a node, 2026-11-26, commit 0123456"
     assert text.startswith("[Data](../one-nodes.json): NCCL 2.28.9") and "takes 1.05 times as long" in text
