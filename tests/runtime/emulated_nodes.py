@@ -106,6 +106,14 @@ def fused_round(cfg: EPConfig, made: list[NodesCommunicator], number: int) -> No
         assert_bits(one, sums[rank], f"round {number}, sums of rank {rank}")
 
 
+def dispatched(cfg: EPConfig, made: list[NodesCommunicator]) -> tuple[list, list, list, list]:
+    """A batch that all ranks have dispatched: what each was given, what must come of it, the batches, and experts'
+    rows."""
+    given, want = batch_of(cfg, 3, None)
+    batches = on_all(made, lambda rank: made[rank].dispatch(**vars(given[rank])))
+    return given, want, batches, rows_for(want, cfg, 1)
+
+
 def two_halves(cfg: EPConfig, made: list[NodesCommunicator], turn: int) -> None:
     """Two dispatches and then two combines outstanding, and a third one once the first has been received."""
     rounds = [batch_of(cfg, 2 * turn + number, TOKENS + number) for number in range(2)]

@@ -20,7 +20,7 @@ from cute_ep.testing.workloads import RankInputs
 from tests.heedless_rail import Heedless
 from tests.reference.ranks import at_once, rows_for
 
-from .emulated_nodes import SHAPES, TOKENS, batch_of, config, connected, fused_round, on_all, two_halves
+from .emulated_nodes import SHAPES, TOKENS, batch_of, config, connected, dispatched, fused_round, on_all, two_halves
 
 CHANGES = {
     "bf16": {},
@@ -112,9 +112,7 @@ def test_a_rank_that_has_given_up_sends_nothing_more(failed: int) -> None:
     """Its peers time out and name it; sums that were sent before still come."""
     cfg = config(2, 1, timeout_s=0.5)
     with connected(cfg) as made:
-        given, want = batch_of(cfg, 3, None)
-        rows = rows_for(want, cfg, 1)
-        batches = on_all(made, lambda rank: made[rank].dispatch(**vars(given[rank])))
+        given, want, batches, rows = dispatched(cfg, made)
         sent = on_all(made, lambda rank: made[rank].combine_async(rows[rank], batches[rank]))
         abort = made[failed].mail.parts.abort
         torch.frombuffer((ctypes.c_int64 * 1).from_address(abort), dtype=torch.int64).fill_(1)

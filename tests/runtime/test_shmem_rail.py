@@ -21,9 +21,9 @@ from cute_ep.runtime.rails.engine import Put
 from cute_ep.runtime.rails.shmem import ShmemRail
 from cute_ep.runtime.rails.shmem_library import Addition
 from cute_ep.testing.compare import assert_bits
-from tests.reference.ranks import at_once, rows_for
+from tests.reference.ranks import at_once
 
-from .emulated_nodes import SHAPES, TOKENS, batch_of, config, fused_round, on_all, two_halves
+from .emulated_nodes import SHAPES, TOKENS, batch_of, config, dispatched, fused_round, on_all, two_halves
 from .emulated_shmem import Heap, over_shmem
 from .test_nodes import send_again
 
@@ -96,9 +96,7 @@ def test_old_mail_of_a_rank_that_has_given_up_is_no_new_mail() -> None:
     """It comes again, behind a signal that is right: the header is of the round before."""
     cfg = config(2, 1, timeout_s=5)
     with over_shmem(cfg) as made:
-        given, want = batch_of(cfg, 3, None)
-        rows = rows_for(want, cfg, 1)
-        batches = on_all(made, lambda rank: made[rank].dispatch(**vars(given[rank])))
+        given, _want, batches, rows = dispatched(cfg, made)
         on_all(made, lambda rank: made[rank].combine(rows[rank], batches[rank]))
         fail(made[0])
         began = time.monotonic()
@@ -171,9 +169,7 @@ def test_sums_land_where_none_are_that_were_not_received() -> None:
     """So those of a graph of one combine land in one place in each replay, and of two outstanding ones in two."""
     cfg = config(2, 1)
     with over_shmem(cfg) as made:
-        given, want = batch_of(cfg, 3, None)
-        rows = rows_for(want, cfg, 1)
-        batches = on_all(made, lambda rank: made[rank].dispatch(**vars(given[rank])))
+        _given, _want, batches, rows = dispatched(cfg, made)
         seen: list[list[int]] = [[], []]
 
         def work(rank: int) -> None:
@@ -212,9 +208,7 @@ def test_sums_wait_for_who_has_not_read_the_ones_before_in_their_place(
         monkeypatch.setattr(RankMail, "count_landings_apart", lambda mail: None)
     cfg = config(2, 1)
     with over_shmem(cfg) as made:
-        given, want = batch_of(cfg, 3, None)
-        rows = rows_for(want, cfg, 1)
-        batches = on_all(made, lambda rank: made[rank].dispatch(**vars(given[rank])))
+        _given, want, batches, rows = dispatched(cfg, made)
         at = made[0].mail.map
         header = made[0].mail.memory[at.sums.at(0, 1) :][:4].view(torch.int32)
         back = [made[rank].combine_async(rows[rank], batches[rank]) for rank in range(2)]
@@ -232,9 +226,7 @@ def test_sums_wait_for_who_has_not_read_the_ones_before_in_their_place(
 def test_flags_tell_of_the_second_landing_where_it_is_waited_for() -> None:
     cfg = config(2, 1, timeout_s=0.5)
     with over_shmem(cfg) as made:
-        given, want = batch_of(cfg, 3, None)
-        rows = rows_for(want, cfg, 1)
-        batches = on_all(made, lambda rank: made[rank].dispatch(**vars(given[rank])))
+        _given, _want, batches, rows = dispatched(cfg, made)
         assert {flag.index[0] for flag in made[0].flags().behind if flag.name == "arrived"} == {0, 1}
         back = [made[0].combine_async(rows[0], batches[0]) for _ in range(2)]
         flags = made[0].flags()
@@ -252,9 +244,7 @@ def test_what_was_not_read_is_told_by_its_landing() -> None:
     """Pack's second round of a landing waits until the first was read, which the kernel counts as round 0."""
     cfg = config(2, 1, timeout_s=1)
     with over_shmem(cfg) as made:
-        given, want = batch_of(cfg, 3, None)
-        batches = on_all(made, lambda rank: made[rank].dispatch(**vars(given[rank])))
-        rows = rows_for(want, cfg, 1)
+        _given, _want, batches, rows = dispatched(cfg, made)
         made[0].combine_async(rows[0], batches[0])
         flags = [flag for flag in made[0].flags().behind if flag.name == "free" and flag.operation == "combine"]
         assert [(flag.index[0], flag.seen, flag.needed) for flag in flags] == [(1, 0, 1)]
