@@ -76,8 +76,9 @@ def dispatch_into(
     """Dispatch into these buffers, and remember what combine needs on the host."""
     weights = None if router_weights is None else router_weights.contiguous()
     x = x if takes_strides(x) else x.clone(memory_format=torch.contiguous_format)
-    cfg = communicator_of(comm).cfg
-    batch = communicator_of(comm).dispatch(x, topk_ids.contiguous(), weights, input_scale, buffers, frame=frame)
+    communicator = communicator_of(comm)
+    batch = communicator.dispatch(x, topk_ids.contiguous(), weights, input_scale, buffers, frame=frame)
+    cfg = communicator.cfg
     sent = topk_ids.shape[0] if cfg.nodes == 1 else cfg.nodes * cfg.frame_rows(frame)
     registered(comm).slices[sent] = batch.return_slices_log2
     return batch

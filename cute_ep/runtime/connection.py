@@ -389,14 +389,7 @@ class _Share:
     take: Callable[[int], Allocation] = PlainAllocation
 
 
-def _prepare_rank(
-    who: Origin,
-    share: _Share,
-    library: Library,
-    undo: ExitStack,
-    *,
-    first_rank: int = 0,
-) -> RankParts:
+def _prepare_rank(who: Origin, share: _Share, library: Library, undo: ExitStack, *, first_rank: int = 0) -> RankParts:
     """What one rank needs before it knows its peers, to be given back by `undo`. `first_rank`: of its node."""
     cfg, rank, device, hooks = who
     started = time.monotonic()
