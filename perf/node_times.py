@@ -3,8 +3,8 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m perf.node_times --library build/library
 
 In one run, by graph replay, p50 of the slowest GPU, in us: a pair of one node, the pair over nodes, the two exchanges
-alone, as the rail makes them and as bare sends and receives of NCCL of the same bytes by as many CTAs. `own` is the
-pair less the rail's exchanges. `--transport nvshmem` has that for a rail.
+alone, as the rail makes them and bare: sends and receives of NCCL of the same bytes by as many CTAs, or for
+`--transport nvshmem` copies of them to the other GPUs. `own` is the pair less the rail's exchanges.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.bench.machine import environment
 from cute_ep.layouts.maps.launch import FREE_SMS
 from cute_ep.layouts.maps.mail import Channel
+from cute_ep.runtime import driver_calls
 from cute_ep.runtime.mail import RankMail
 from cute_ep.runtime.nodes import NodesCommunicator
 from cute_ep.runtime.rails.engine import Put
@@ -86,7 +87,7 @@ class Pairs:
         self.ep.combine(self.rows, batch, mode="partial", out=self.home)
 
 
-class Bare:
+class BareSends:
     """Sends and receives of what a rail exchanges, by a communicator of their own."""
 
     def __init__(self, mail: RankMail) -> None:
@@ -99,6 +100,24 @@ class Bare:
         exchange(self.library, self.communicator, self.mail, pieces, current_stream(self.mail.memory.device.index))
 
 
+class BareCopies:
+    """Copies of what a rail exchanges to memory of the other GPUs, which nobody reads."""
+
+    def __init__(self, mail: RankMail) -> None:
+        self.mail = mail
+        others = (node for node in range(mail.cfg.nodes) if node != mail.node)
+        self.homes = {node: torch.zeros_like(mail.memory, device=f"cuda:{node}") for node in others}
+        for there in self.homes.values():
+            there[:1].copy_(mail.memory[:1])  # has the GPUs reach each other's memory
+
+    def exchange(self, pieces: list[Put]) -> None:
+        stream = current_stream(self.mail.memory.device.index)
+        for node, there in self.homes.items():
+            for one in pieces:
+                source = self.mail.base + one.source + node * one.step
+                driver_calls.copy(there.data_ptr() + one.to, source, one.nbytes, stream)
+
+
 def times(cfg: EPConfig, tokens: int, library: Path | None, transport: str) -> dict[str, float]:
     """What is measured of one configuration, in us."""
     found: dict[str, float] = {}
@@ -108,7 +127,7 @@ def times(cfg: EPConfig, tokens: int, library: Path | None, transport: str) -> d
         assert isinstance(ep, NodesCommunicator)
         found["nodes"] = time_graph(Pairs(ep, tokens))
         mail, frames, sums = ep.mail, ep.mail.frame_puts(tokens, tokens), [ep.mail.sums_put(tokens, 0)]
-        bare = Bare(mail)
+        bare = BareSends(mail) if transport == "nccl" else BareCopies(mail)
         for name, channel, pieces in (("frames", Channel.FRAMES, frames), ("sums", Channel.SUMS, sums)):
             found[name] = time_graph(lambda _, channel=channel, pieces=pieces: mail.engine.put(mail, channel, pieces))
             found[f"bare {name}"] = time_graph(lambda _, pieces=pieces: bare.exchange(pieces))
