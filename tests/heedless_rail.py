@@ -23,10 +23,17 @@ class Heedless(PeerStores):
         self.sent: dict[tuple[int, Channel], int] = defaultdict(int)
 
     def prepare(self, mails: Sequence[RankMail]) -> None:
-        """Be the engine of a rail's ranks, before their first call."""
+        """Be the engine of a rail's ranks, before their first call, and make every copy once: on a GPU a first one may
+        wait for a kernel that waits."""
         self.mails += mails
         for mail in mails:
             mail.engine = self
+            most = mail.cfg.max_tokens_per_rank
+            for one in (*mail.frame_puts(most, most), mail.sums_put(most, 0)):
+                mail.memory[one.source : one.source + one.nbytes].clone()
+            mail.memory.new_zeros(1, dtype=torch.int64).add_(1)
+            if mail.memory.is_cuda:
+                torch.cuda.synchronize(mail.memory.device)
 
     def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
         """As of `Engine`, except that a word counts how often its piece has come."""
