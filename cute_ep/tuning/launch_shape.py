@@ -126,8 +126,8 @@ class Tuning:
             operation: as `table`.
             tokens: this rank's tokens; the other ranks' numbers may differ.
             max_ctas: CTAs that are resident together.
-            whole_rows: combine returns rows, not partial sums. There is more to add up: at most half of the CTAs send
-                (4 x H200, 2026-11-22, 4096 tokens: 1100 us, by 160 of 264 CTAs 1163).
+            whole_rows: combine returns rows, not partial sums. There is more to add up: at most a quarter of the CTAs
+                send (2 x H200, 2026-11-26, 1024 and 4096 tokens: 173 and 676 us, by half of them 184 and 701).
             pairs: the CTAs come in pairs, so their number is even unless it is 1.
         """
         entry = self.entry(operation, tokens)
@@ -138,7 +138,7 @@ class Tuning:
             return Shape(grid, grid, grid, entry.slices)
         if operation.endswith("_wait"):
             return Shape(grid, 0, 0, entry.slices)
-        senders = min(round(grid * entry.senders), entry.most_senders, grid // 2 if whole_rows else grid - 1)
+        senders = min(round(grid * entry.senders), entry.most_senders, max(1, grid // 4) if whole_rows else grid - 1)
         if not senders or grid < entry.split_from:
             return Shape(grid, grid, 0, entry.slices)
         return Shape(grid, senders, senders, entry.slices, entry.packed)
