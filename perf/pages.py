@@ -281,7 +281,7 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
     ]
     for name in runs:
         parts += run_text(name, runs, places)
-    nodes = kept_beside("nodes", places.results)
+    nodes = kept_beside("nodes", places.results) | kept_beside("nodes-nvshmem", places.results)
     data = {name: link(places.results / f"{name}.json", page) for name in nodes}
     parts += node_pages.sections(nodes, data)
     parts += [
