@@ -148,8 +148,8 @@ class EPCommunicator(ABC):
                 expert-major rows, the default, refuses batches without them.
             input_scale: the format's global scale G, a number or float32[1] on the device (with the `input_scale` hook
                 a tensor of any type); None: 1.
-            out: buffers from `allocate`, or those of a batch that is no longer needed, overwritten; None allocates new
-                ones.
+            out: buffers from `allocate`, or those of a batch that is no longer needed, overwritten; none of them shares
+                memory with what the call reads. None allocates new ones.
             scales, row_scales: what belongs to quantised rows (`QuantizedRows`); they travel unchanged.
             frame: over nodes, how many rows each rank sends to every other node, the same on all ranks: at least the
                 tokens of any rank. Fewer rows are fewer bytes. None: `cfg.max_tokens_per_rank`. On one node it has no

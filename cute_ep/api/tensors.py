@@ -147,6 +147,14 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return before < one.size(0) and -row < first < other.nbytes
 
 
+def end_of(tensor: torch.Tensor) -> int:
+    """Address behind the last byte of a tensor."""
+    if tensor.is_contiguous():
+        return tensor.data_ptr() + tensor.nbytes
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
 def check_apart(name: str, written: torch.Tensor | None, **read: object) -> None:
     """EPInputError where a call would write `written`, which is contiguous, over a tensor that it reads, contiguous or
     with even rows, on the same device; what is no tensor passes."""

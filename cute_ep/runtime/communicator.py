@@ -16,7 +16,6 @@ from cute_ep.api.flags import Flags
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.provenance import Origin
 from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan, Rounds
-from cute_ep.api.tensors import check_apart, overlap
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_buffers, check_input
 from cute_ep.api.validate_combine import check_batch, check_rows, check_sum
@@ -162,8 +161,8 @@ class Communicator(EPCommunicator):
     def _fused_dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> tuple[Call, PendingDispatch]:
         sent, shape, ids, sending = self._sending("dispatch", given)
         buffers, kernel, received, scales = self._receiving(_sender("dispatch", given), out)
-        if out is not None and overlap(given.x, buffers.tokens):
-            check_apart("out.tokens", buffers.tokens, x=given.x)
+        if out is not None:
+            self._cache.check_apart(out, **given._asdict())
         numbers = dispatch_numbers(shape.grid, shape.shared, ids, sending, received, scales)
         return Call(kernel, shape, numbers, sent.keep_alive, buffers), sent
 
@@ -182,6 +181,8 @@ class Communicator(EPCommunicator):
 
     def _receive_dispatch(self, pending: PendingDispatch, out: DispatchBuffers | None) -> Dispatched:
         buffers, kernel, received, scales = self._receiving("dispatch_wait", out)
+        if out is not None:
+            self._cache.check_apart(out, topk_ids=pending.topk_ids, router_weights=pending.router_weights)
         shape = self._cache.shape(self.tuning, "dispatch_wait", pending.topk_ids.shape[0])
         numbers = dispatch_numbers(shape.grid, shape.shared, NO_IDS, NO_INPUT, received, scales)
         call = Call(kernel, shape, numbers, (), buffers)

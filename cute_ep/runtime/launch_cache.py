@@ -7,6 +7,7 @@ tokens are few the GPU waits for it. So what does not change from call to call i
 - the kernel with the addresses of a caller's buffers bound to it: then a launch neither reads fifteen addresses nor
   checks the buffers again. `DispatchBuffers` cannot change but in whether gradients or inference mode forbid to write
   them, which is looked at in each call;
+- between which addresses a caller's buffers lie: what a call reads is seldom there;
 - that a batch was made here (`Dispatched.is_whole`), so that combine need not check it again.
 
 Nothing here changes what is launched. What is kept goes with the buffers, or after SHAPES_KEPT shapes, or when another
@@ -19,8 +20,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from cute_ep.api.buffers import DispatchBuffers
+import torch
+
+from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.config import EPConfig
+from cute_ep.api.tensors import check_apart, end_of
 from cute_ep.api.validate import check_buffers
 from cute_ep.layouts.maps.arena import has_whole_segments
 from cute_ep.layouts.maps.arguments import Grid, Scales, SharedExpert
@@ -67,6 +71,7 @@ class LaunchCache:
         self._shapes: dict[tuple[str, int, bool], LaunchShape] = {}
         self._shapes_of: Tuning | None = None  # what they were found with
         self._receivers: WeakKeyDictionary[DispatchBuffers, dict[str, Kernel]] = WeakKeyDictionary()
+        self._spans: WeakKeyDictionary[DispatchBuffers, tuple[int, int]] = WeakKeyDictionary()  # first byte and end
 
     def shape(self, tuning: Tuning, operation: str, tokens: int, *, whole_rows: bool = False) -> LaunchShape:
         """`Tuning.shape`. A rank with no tokens cannot know the others' counts, so it assumes the most."""
@@ -114,6 +119,16 @@ class LaunchCache:
     def remember(self, out: DispatchBuffers) -> None:
         """That these buffers were checked: the next call with them binds its kernel to them."""
         self._receivers[out] = {}
+        tensors = [tensor for tensor in tensors_of(out).values() if tensor is not None and tensor.nbytes]
+        self._spans[out] = min(one.data_ptr() for one in tensors), max(map(end_of, tensors))
+
+    def check_apart(self, out: DispatchBuffers, **read: object) -> None:
+        """EPInputError where buffers that were checked share memory with a tensor among what a call reads."""
+        first, end = self._spans[out]
+        for name, tensor in read.items():
+            if isinstance(tensor, torch.Tensor) and tensor.data_ptr() < end and end_of(tensor) > first:
+                for part, buffer in tensors_of(out).items():
+                    check_apart(f"out.{part}", buffer, **{name: tensor})
 
     def scales_of(self, out: DispatchBuffers) -> Scales:
         """The record of the scales in buffers."""
