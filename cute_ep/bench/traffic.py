@@ -118,11 +118,12 @@ class Traffic:
 def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
     """Bytes of one operation, out of LAUNCHES.
 
-    Memory counts each row where it is read and where it is written: dispatch reads x, writes and reads every
-    message at its receiver and writes the output rows and scale factors, padding included but for that of blocks,
-    which it leaves alone; combine reads the expert rows, writes and reads what returns to its source and writes the
-    sums. Rows of the shared expert do not travel in combine: their source reads them where they are. Routing tables (8
-    bytes a slot to each rank, 16 with router weights) are left out.
+    Memory counts each row where it is read and where it is written: dispatch reads x, writes and reads every message at
+    its receiver, and writes the output rows and scale factors, padding included but for that of blocks, which it
+    leaves alone; combine reads the expert rows, writes and reads what returns to its source and writes the sums. Where
+    dispatch encodes nothing, a rank's own tokens are no messages (`kernels/dispatch/given_rows.py`). Rows of the shared
+    expert do not travel in combine: their source reads them where they are. Routing tables (8 bytes a slot to each
+    rank, 16 with router weights) are left out.
 
     Raises:
         EPInputError: there is no such operation.
@@ -140,7 +141,8 @@ def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
         written = torch.tensor(counts.rows) * row + torch.tensor(counts.scale_rows) * scales
         if cfg.block_rows is not None:
             written = made * (row + scales)
-        at_rank = 2 * moved.sum(dim=0) + written
+        travels = moved - torch.diag(moved.diag()) if fmt.scale is None else moved
+        at_rank = 2 * travels.sum(dim=0) + written
     else:
         returned = counts.entries if operation == "combine_exact" else counts.pairs
         moved, logical = returned.T * token, int(counts.entries.sum()) * token

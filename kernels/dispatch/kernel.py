@@ -18,7 +18,8 @@ one message to the next, V vectors of 16 payload bytes in a row, N rows of the o
     arena.entries, .weights (parity, source, token, k)        (2, R, T, K) : (R T K, T K, K, 1)  LL words
     out.tokens              (row, vector)                     (N, V)       : (V, 1)            vectors
 
-While a source has few tokens its messages take arena.lamport_messages and need no signal: see `lamport`.
+While a source has few tokens its messages take arena.lamport_messages and need no signal: see `lamport`. Where a fused
+launch encodes nothing, a rank is no destination of its own tokens: it receives them from x (`given_rows`).
 
 Ordering: a signal follows a CTA barrier that follows the stores of a chunk of slices, so the stores are visible
 to whoever sees the flag; routing words carry their own epoch, Lamport words are their own flags. Nothing of round n + 2
@@ -70,12 +71,13 @@ class Dispatch:
         hooks: HookFunctions,
     ) -> None:
         self.send, self.receive = codec is not None, receive
+        direct = receive and codec is not None and codec.fmt.scale is None
         shared = RegionMap(alignment=16)
         self.peers = peer_table(shared)
         if codec is not None:
             self.route_role = Route(WeightReader(hooks.router_weights), rank_major, shared)
-            self.send_role = DispatchSend(codec, hooks.input_scale, ahead, shared)
-        self.recv_role = DispatchRecv(rank_major, shared)
+            self.send_role = DispatchSend(codec, hooks.input_scale, ahead, direct, shared)
+        self.recv_role = DispatchRecv(rank_major, direct, shared)
         self.shared_bytes = shared.nbytes
 
     @cute.jit

@@ -52,11 +52,11 @@ ONE = 0x3F800000
 class DispatchRecv:
     """Turns received messages into the ragged output."""
 
-    def __init__(self, rank_major: bool, shared: RegionMap) -> None:
-        self.rank_major = rank_major
+    def __init__(self, rank_major: bool, direct: bool, shared: RegionMap) -> None:
+        self.rank_major, self.direct = rank_major, direct
         self.tables = Tables(rank_major, shared)
         self.outputs = Outputs(self.tables)
-        self.row_copy = RowCopy(self.tables)
+        self.row_copy = RowCopy(self.tables, direct)
         self.scale_tiles = ScaleTiles(self.tables)
 
     @cute.jit
@@ -69,8 +69,11 @@ class DispatchRecv:
         sHeader = shared_array(self.tables.headers, Int32)
         sItems = shared_array(self.tables.items, Int32)
         item = static_first(sItems[0], receiver, receivers, ctx.warp)
+        turned = Int32(0)
         while alive and item < sItems[0]:
             turn, index = ctx.by_ranks.split(item)
+            if cutlass.const_expr(self.direct):
+                turn, turned = self._turn(ctx, turn, turned)
             source = ctx.rank + turn
             if source >= ctx.ranks:
                 source -= ctx.ranks
@@ -89,6 +92,13 @@ class DispatchRecv:
             if alive:
                 self.scale_tiles.run(ctx, opaque(receiver), opaque(receivers))
         return alive
+
+    def _turn(self, ctx: DispatchContext, turn: Int32, turned: Int32) -> tuple[Int32, Int32]:
+        """The source of an item by turns, and how far the next ones are turned. A warp would have the same source in
+        all its items, and one with the own rank's be done before the others."""
+        turn += turned
+        turned = cutlass.select_(turned + 1 >= ctx.ranks, Int32(0), turned + 1)
+        return turn - cutlass.select_(turn >= ctx.ranks, ctx.ranks, Int32(0)), turned
 
     @cute.jit
     def _take(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice) -> Boolean:

@@ -23,6 +23,7 @@ from cute_ep.kernels.device.memory import LANES, array, lane_tile, lane_words, p
 from cute_ep.kernels.device.scale_rows import scale_row_address, store_scale_column
 from cute_ep.kernels.device.slices import SEGMENT, RowSlice, from_lane, lowest, own_vectors, vectors_of, without_lowest
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
+from cute_ep.kernels.dispatch.given_rows import given_row, given_row_scale, given_scale_word
 from cute_ep.kernels.dispatch.row_tables import Tables
 from cute_ep.layouts.maps.arena import SENTINEL, HeaderWord, chunk_of
 from cute_ep.layouts.maps.routing import Phase
@@ -43,23 +44,26 @@ class Targets:
 
 
 class RowCopy:
-    """Waits for a slice and copies it. Knows sizes of rows, not formats."""
+    """Waits for a slice and copies it. Knows sizes of rows, not formats.
 
-    def __init__(self, tables: Tables) -> None:
-        self.tables = tables
+    direct: whether tokens of the own rank are where the caller has them (`given_rows`), and nothing is awaited.
+    """
+
+    def __init__(self, tables: Tables, direct: bool) -> None:
+        self.tables, self.direct = tables, direct
 
     @cute.jit
     def run(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, targets: Targets) -> Boolean:
         """By one warp. False after a timeout."""
         alive = Boolean(True)
-        lamport = is_lamport(self._tokens(source))
-        if not lamport:
+        lamport, own = is_lamport(self._tokens(source)), self._is_own(ctx, source)
+        if not (lamport | own):
             alive = self._wait_slice(ctx, source, row_slice)
         if alive:
             rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
             rWord.fill(SENTINEL)
             alive = self._copy_payload(ctx, source, row_slice, targets, rWord)
-            if alive & (ctx.scales.words != 0) & (lamport | ~self.tables.are_tiled()):
+            if alive & (ctx.scales.words != 0) & (lamport | own | ~self.tables.are_tiled()):
                 alive = self._copy_scales(ctx, source, row_slice, targets, rWord)
             if alive & (ctx.wire.row_scale_bytes != 0) & (row_slice.first == 0):
                 alive = self._copy_row_scale(ctx, source, row_slice, targets)
@@ -70,17 +74,27 @@ class RowCopy:
         return shared_array(self.tables.headers, Int32)[source, int(HeaderWord.TOKENS)]
 
     def _message(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice) -> Int64:
-        """Address of the message that the slice belongs to."""
+        """Address of the message that the slice belongs to; of a token of the own rank, of its row."""
         regions = ctx.arena.lamport_messages, ctx.arena.messages
         coord = ctx.epoch & 1, opaque(source), opaque(row_slice.token)
-        return ctx.base + home_of(is_lamport(self._tokens(source)), *regions, *coord)
+        message = ctx.base + home_of(is_lamport(self._tokens(source)), *regions, *coord)
+        if cutlass.const_expr(self.direct):
+            message = cutlass.select_(self._is_own(ctx, source), given_row(ctx, row_slice.token), message)
+        return message
+
+    def _is_own(self, ctx: DispatchContext, source: Int32) -> Boolean:
+        return source == ctx.rank if self.direct else Boolean(False)
+
+    def _are_polled(self, ctx: DispatchContext, source: Int32) -> Boolean:
+        """Whether the source's words are awaited, and then cleared, one by one."""
+        return is_lamport(self._tokens(source)) & ~self._is_own(ctx, source)
 
     @cute.jit
     def _wait_lamport(
         self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, poll: Callable[[Uint32], Uint32]
     ) -> Boolean:
         """Poll words of the slice until they have arrived; rows that are not Lamport rows have been waited for."""
-        flagged = Uint32(~is_lamport(self._tokens(source)))
+        flagged = Uint32(~self._are_polled(ctx, source))
         check = partial(self._has_signaled, ctx, source, row_slice)
         return wait_lamport(
             ctx, poll, check, flagged, Awaited(source, Phase.MESSAGE_WORDS, row_slice.index, row_slice.token)
@@ -119,11 +133,11 @@ class RowCopy:
             tMessage = lane_tile(self._message(ctx, source, row_slice), base * SEGMENT + lane, count)
             poll = partial(self._poll_vectors, rQ, tMessage, count)
             alive = self._wait_lamport(ctx, source, row_slice, poll)
-            if is_lamport(self._tokens(source)):
+            if self._are_polled(ctx, source):
                 for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                     if turn < count:
                         clear(tMessage[None, turn])
-            if (ctx.scales.words != 0) & is_lamport(self._tokens(source)) & (base + LOADS_IN_FLIGHT >= row_slice.last):
+            if (ctx.scales.words != 0) & self._are_polled(ctx, source) & (base + LOADS_IN_FLIGHT >= row_slice.last):
                 words = self._scale_count(ctx, row_slice) - lane
                 self._poll_scales(rWord, self._scale_tile(ctx, source, row_slice, 0), words, Uint32(0))
             store = partial(self._store_vectors, rQ, count, base, lane)
@@ -188,16 +202,22 @@ class RowCopy:
             missing = Boolean(base != 0)
             for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                 missing = missing | ((32 * turn < words) & (rWord[turn] == Uint32(SENTINEL)))
-            if cute.arch.vote_any_sync(missing):
+            if self._is_own(ctx, source):
+                self._load_scales(ctx, row_slice, rWord, base)
+            elif cute.arch.vote_any_sync(missing):
                 poll = partial(self._poll_scales, rWord, tScale, words)
                 alive = self._wait_lamport(ctx, source, row_slice, poll)
-            if is_lamport(self._tokens(source)):
+            if self._are_polled(ctx, source):
                 for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                     if 32 * turn < words:
                         clear_word(place_of(tScale, turn))
             word = row_slice.first * ctx.wire.segment_words + base + ctx.lane
             if self.tables.are_tiled():
                 kept = ctx.here(ctx.arena.staged_scales, opaque(source), opaque(row_slice.token))
+                if cutlass.const_expr(self.direct):
+                    if ~is_lamport(self._tokens(source)):  # own: where a message would have them
+                        kept = ctx.here(ctx.arena.messages, ctx.epoch & 1, opaque(source), opaque(row_slice.token))
+                        kept += ctx.wire.scales_at
                 tKept = lane_words(kept, word, SCALES_IN_FLIGHT)
                 for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                     if 32 * turn < words:
@@ -228,11 +248,26 @@ class RowCopy:
         return Uint32(collided) & ~flagged
 
     @cute.jit
+    def _load_scales(self, ctx: DispatchContext, row_slice: RowSlice, rWord: cute.Tensor, base: Int32) -> None:
+        """The lane's words of a slice of the own rank's, from the slice's word `base` on."""
+        if cutlass.const_expr(self.direct):
+            first = row_slice.first * ctx.wire.segment_words
+            for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
+                word = base + ctx.lane + LANES * turn
+                if word < self._scale_count(ctx, row_slice):
+                    rWord[turn] = given_scale_word(ctx, row_slice.token, first + word)
+
+    @cute.jit
     def _copy_row_scale(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, targets: Targets) -> Boolean:
         at = self._message(ctx, source, row_slice) + ctx.wire.row_scale_at
         rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
-        poll = partial(self._poll_scales, rWord, lane_words(at, 0, 1), Int32(1))
-        alive = self._wait_lamport(ctx, source, row_slice, poll)
+        alive = Boolean(True)
+        if self._is_own(ctx, source):
+            if cutlass.const_expr(self.direct):
+                rWord[0] = given_row_scale(ctx, row_slice.token)
+        else:
+            poll = partial(self._poll_scales, rWord, lane_words(at, 0, 1), Int32(1))
+            alive = self._wait_lamport(ctx, source, row_slice, poll)
         scale = Uint16(rWord[0])
         gRowScale = array(ctx.out.row_scales, Uint16, ctx.out.capacity)
         if targets.row >= 0:
@@ -240,6 +275,6 @@ class RowCopy:
         if ctx.lane == 0:
             if targets.shared_row >= 0:
                 gRowScale[targets.shared_row] = scale
-            if is_lamport(self._tokens(source)):
+            if self._are_polled(ctx, source):
                 clear_word(pointer(at, Uint32))
         return alive

@@ -8,9 +8,10 @@ each, next to those of its neighbours.
 
 That takes every row of a tile, whichever CTA took its message, so a grid barrier of all receiving CTAs comes first. The
 words come from the messages in the arena, which stay until the next launch signals `consumed`; those of Lamport
-messages were staged before they were cleared. The token of a row stands in `src_info`, its source follows from its
-place among the rows of its expert. `Tables.are_tiled` says where this pays. Weak loads are enough: the barrier orders
-them after all that any CTA has waited for or stored.
+messages were staged before they were cleared, and `RowCopy` has put those of own tokens where a message would have
+them. The token of a row stands in `src_info`, its source follows from its place among the rows of its expert.
+`Tables.are_tiled` says where this pays. Weak loads are enough: the barrier orders them after all that any CTA has
+waited for or stored.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint16, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import State, join_scale_word, word_lanes
@@ -23,7 +23,7 @@ from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import DispatchContext, given_id, owns_shared
 from cute_ep.kernels.device.divide import quotient, remainder
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport
-from cute_ep.kernels.device.memory import array, lane_tile, lane_words, pointer, vector
+from cute_ep.kernels.device.memory import lane_tile, lane_words, pointer, vector
 from cute_ep.kernels.device.slices import (
     SEGMENT,
     RowSlice,
@@ -38,6 +38,7 @@ from cute_ep.kernels.device.slices import (
     whole_chunks,
 )
 from cute_ep.kernels.device.sync import signal, take_ticket
+from cute_ep.kernels.dispatch.given_rows import given_row_scale, given_scale_word
 from cute_ep.kernels.dispatch.prefetch import Prefetch
 from cute_ep.kernels.hooks import InputScale
 from cute_ep.layouts.maps.arena import CHUNK, SENTINEL, StateWord, chunk_of
@@ -53,8 +54,10 @@ STAGED_SEGMENTS = 8
 class DispatchSend:
     """Encodes and pushes the messages of one launch."""
 
-    def __init__(self, codec: Codec, input_scale: InputScale | None, ahead: bool, shared: RegionMap) -> None:
-        self.codec, self.input_scale = codec, input_scale
+    def __init__(
+        self, codec: Codec, input_scale: InputScale | None, ahead: bool, direct: bool, shared: RegionMap
+    ) -> None:
+        self.codec, self.input_scale, self.direct = codec, input_scale, direct
         self.scale_words = SEGMENT // word_lanes(codec.fmt) if codec.fmt.scale else 0  # of a segment: 32 units
         self.prefetch = Prefetch(codec.fmt, ahead, shared)
         self.payload = Payload(codec.fmt, shared)
@@ -70,6 +73,8 @@ class DispatchSend:
         chunks = ~is_lamport(ctx.input.tokens)
         slices = ctx.input.tokens << ctx.input.message_slices_log2
         items = cutlass.select_(chunks, whole_chunks(slices), slices)
+        if cutlass.const_expr(self.direct):
+            items = cutlass.select_(ctx.ranks == 1, Int32(0), items)
         first = static_first(items, ctx.cta, ctx.grid.send_ctas, ctx.warp, chunks)
         sTickets = shared_array(self.tickets, Int32)
         stage, turn = Int32(0), Int32(0)
@@ -106,7 +111,7 @@ class DispatchSend:
                 if ctx.tid == 0:
                     sTickets[turn] = number
                 cute.arch.sync_threads()  # all of the chunk is stored
-                if (ctx.warp == 0) & (lane < ctx.ranks):
+                if (ctx.warp == 0) & (lane < ctx.ranks) & self._is_destination(ctx, lane):
                     signal(ctx.there(lane, ctx.arena.message_ready, ctx.rank, chunk_of(item)), ctx.epoch)
             item = following
             following += static_stride(items, ctx.grid.send_ctas)
@@ -150,7 +155,13 @@ class DispatchSend:
         if expert >= 0:
             _, peer = ctx.by_local_experts.split(expert)
             bit = bit | (Uint32(1) << Uint32(peer))
-        return cute.arch.warp_redux_sync(bit, "or")
+        mask = Uint32(cute.arch.warp_redux_sync(bit, "or"))
+        if cutlass.const_expr(self.direct):
+            mask = mask & ~(Uint32(1) << Uint32(ctx.rank))
+        return mask
+
+    def _is_destination(self, ctx: DispatchContext, rank: Int32) -> Boolean:
+        return rank != ctx.rank if self.direct else Boolean(True)
 
     @cute.jit
     def _row_maximum(self, ctx: DispatchContext, token: Int32, units: Int32, lane: Int32) -> Float32:
@@ -291,20 +302,14 @@ class DispatchSend:
         """Rows that came quantised: the caller's scale factors, [T, scale bytes], and row scales, [T] bfloat16."""
         collided = Boolean(False)
         lane = ctx.lane
-        gScale = array(ctx.input.scales, Uint8, ctx.input.tokens, ctx.wire.scale_bytes)
         at = message + ctx.wire.scales_at
         end = cutlass.min(row_slice.last * ctx.wire.segment_words, scale_words(ctx.wire.scale_bytes))
         for word in cutlass.range(row_slice.first * ctx.wire.segment_words + lane, end, 32, unroll=1):
-            bits = Uint32(0)
-            for byte in cutlass.range_constexpr(WORD_BYTES):
-                place = word * WORD_BYTES + byte
-                if place < ctx.wire.scale_bytes:
-                    bits = bits | (Uint32(gScale[row_slice.token, place]) << (8 * byte))
+            bits = given_scale_word(ctx, row_slice.token, word)
             collided = collided | (bits == Uint32(SENTINEL))
             for peer in cutlass.range(ctx.ranks, unroll=1):
                 if has_bit(mask, peer):
                     send_word(bits, lane_words(ctx.at_peer(peer, at), word, 1).iterator)
         if (ctx.wire.row_scale_bytes != 0) & (row_slice.first == 0):
-            gRowScale = array(ctx.input.row_scales, Uint16, ctx.input.tokens)
-            self._push_row_scale(ctx, message, mask, Uint32(gRowScale[row_slice.token]))
+            self._push_row_scale(ctx, message, mask, given_row_scale(ctx, row_slice.token))
         return collided

@@ -26,8 +26,12 @@ def test_bytes_of_a_round_by_hand() -> None:
     sent = traffic(cfg, counts, "dispatch")
     assert sent.remote.tolist() == [[0, 2 * row], [0, 0]]
     assert sent.logical == 6 * row
-    # rank 0: reads 2 tokens, 1 message in and out, writes 2 rows; rank 1: 1 token, 3 messages, 4 rows
-    assert sent.memory == ((2 + 2 + 2) * row, (1 + 6 + 4) * row)
+    # rank 0: reads 2 tokens, writes 2 rows; rank 1: 1 token, 2 messages of the other rank in and out, 4 rows
+    assert sent.memory == ((2 + 2) * row, (1 + 4 + 4) * row)
+    # where a format encodes, own tokens are messages too: 1 of rank 0, 1 of rank 1
+    encoded = traffic(replace(cfg, hidden=128, dispatch_format="fp8"), counts, "dispatch").memory
+    token, message, made = 256, 144, 132  # 128 bytes and a scale factor, padded or not
+    assert encoded == (2 * token + 2 * message + 2 * made, token + 6 * message + 4 * made)
     exact, partial = (traffic(cfg, counts, f"combine_{mode}") for mode in ("exact", "partial"))
     assert exact.remote.tolist() == [[0, 0], [2 * row, 0]]
     assert partial.remote.tolist() == [[0, 0], [2 * row, 0]]
@@ -68,7 +72,7 @@ def test_bytes_with_a_shared_expert_by_hand() -> None:
     sent = traffic(cfg, counts, "dispatch")
     assert sent.remote.tolist() == traffic(cfg, plain, "dispatch").remote.tolist() == [[0, 2 * row], [0, 0]]
     assert sent.logical == (6 + 3) * row
-    assert sent.memory == ((2 + 2 * 2 + 12) * row, (1 + 2 * 3 + 12) * row)
+    assert sent.memory == ((2 + 12) * row, (1 + 2 * 2 + 12) * row)
     exact = traffic(cfg, counts, "combine_exact")
     assert exact.remote.tolist() == [[0, 0], [2 * row, 0]] and exact.logical == 6 * row
     assert exact.memory == ((2 + 2 + 2 * 4 + 2) * row, (4 + 1 + 2 * 2 + 1) * row)

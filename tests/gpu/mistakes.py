@@ -167,6 +167,33 @@ MUTANTS = {
             ),
         ),
     ),
+    # a launch that only sends leaves out its own rank, which will wait for its messages
+    "DIRECT_SPLIT": Mutant(
+        "split",
+        (
+            Edit(
+                "kernels/dispatch/kernel.py",
+                "DispatchSend(codec, hooks.input_scale, ahead, direct, shared)",
+                "DispatchSend(codec, hooks.input_scale, ahead, codec.fmt.scale is None, shared)",
+            ),
+        ),
+    ),
+    # a rank waits for its own messages, which nobody sends
+    "OWN_AWAITED": Mutant(
+        "combines",
+        (Edit("kernels/dispatch/row_copy.py", "        if not (lamport | own):\n", "        if not lamport:\n"),),
+    ),
+    # a rank takes its own tokens from the slots of its messages
+    "OWN_SLOT": Mutant(
+        "turns",
+        (
+            Edit(
+                "kernels/dispatch/row_copy.py",
+                "cutlass.select_(self._is_own(ctx, source), given_row(ctx, row_slice.token), message)",
+                "cutlass.select_(self._is_own(ctx, source), message, message)",
+            ),
+        ),
+    ),
     # "consumed" does not order the clearing before it: no GPU has shown it, tests/aot sees it in machine code
     "WEAK_ACK": Mutant(
         "combines of few",

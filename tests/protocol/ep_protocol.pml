@@ -23,6 +23,7 @@
  *   -DLAMPORT=ALL|SOME                    rounds whose rows travel as Lamport words: all; those of some ranks
  *   -DFALLBACK                              some Lamport words are SENTINEL by content, so their slice has a flag
  *   -DCHUNK                               a rank's slices that are not Lamport rows share one flag, signaled behind the last
+ *   -DDIRECT                              a fused dispatch sends its own rank nothing: that receives from its input
  *   -DSTAGGERED                              in combine each Lamport slice has a flag, SENTINEL or not, as in chunks
  *   -DFINE                                words signaled, and slices read, one at a time in any order
  *   -DDEATH, -DDOOMED=0                   that rank stops for ever at some point; a wait for a word of a rank that is
@@ -56,6 +57,9 @@
  * Pairs (-DPAIRS). The dispatch round of a rank's rows is one more LL word, of combine. It is waited for beside the
  * slices, in any order, by ranks that have tokens, and a rank that finds another round than its own gives up: nobody completes
  * a round in which rows of two dispatch rounds meet.
+ *
+ * Own tokens (-DDIRECT). What a fused dispatch gives its own rank is no cell: its input does not change while it runs,
+ * which is the order of its stream (tests/gpu/mistakes.py, EARLY_INPUT).
  *
  * LL words. The routing table is one word for header and counts (its words are waited for alike, by every receiving
  * CTA) and one for the entries of each slice. A word holds the epoch of its value; a reader sees no more than the date,
@@ -180,6 +184,9 @@
 #define UNCHECKED 32         /* a fused launch does not compare the rounds sent with those received */
 #define ONE_PAIR 33          /* dispatch rounds that ranks tell each other have one word, not one a parity */
 #define UNPAIRED 34          /* ranks do not compare them */
+#define DIRECT_SPLIT 35      /* a launch that only sends leaves out its own rank, too */
+#define OWN_AWAITED 36       /* a rank waits for its own messages, which nobody sends */
+#define OWN_SLOT 37          /* a rank takes its own tokens from the slots of its messages */
 #ifndef MUTANT
 #define MUTANT NONE
 #endif
@@ -266,8 +273,16 @@
 #define items(phase, owner, writer) slices(n, source(phase, owner, writer))
 #define by_words(phase, owner, writer) express(n, source(phase, owner, writer))
 #define sent_word(phase, owner, writer, item, w) content(n, source(phase, owner, writer), item, w)
-#define travels(phase, owner, writer, item) \
+#define due(phase, owner, writer, item) \
     ((phase) == D -> has_rows(n, writer, item, owner) : has_rows(n, owner, item, writer))
+#ifndef DIRECT
+#define direct(phase, owner, writer) false
+#elif MUTANT == DIRECT_SPLIT
+#define direct(phase, owner, writer) ((phase) == D && (owner) == (writer) && (KIND & SEND))
+#else
+#define direct(phase, owner, writer) ((phase) == D && (owner) == (writer) && FUSES)
+#endif
+#define travels(phase, owner, writer, item) (due(phase, owner, writer, item) && !direct(phase, owner, writer))
 #define place(phase, owner, n, writer, item) \
     (((((phase) * N + (owner)) * 2 + parity(n)) * N + ((phase) == D -> (writer) : slot(writer))) * SLICES + (item) - 1)
 #define CELL(phase, owner, n, writer, item) cell[place(phase, owner, n, writer, item)]
@@ -389,6 +404,8 @@ bool dead;
 #endif
 #if MUTANT == WAIT_FOR_ALL
 #define awaited(phase, owner, writer, item) true
+#elif MUTANT == OWN_SLOT
+#define awaited(phase, owner, writer, item) travels(phase, owner, writer, item)
 #else
 #define awaited(phase, owner, writer, item) taken(phase, owner, writer, item)
 #endif
@@ -412,6 +429,8 @@ bool dead;
 #if MUTANT == PASS_OVER
 #define taken(phase, owner, writer, item) \
     (travels(phase, owner, writer, item) && !((phase) == D && (owner) == 1 && n == 1))
+#elif MUTANT == OWN_AWAITED || MUTANT == OWN_SLOT
+#define taken(phase, owner, writer, item) due(phase, owner, writer, item)
 #else
 #define taken(phase, owner, writer, item) travels(phase, owner, writer, item)
 #endif
@@ -614,7 +633,7 @@ inline overwrite(phase) {
                 FLAG(phase, p, r, i) = n;
 #endif
                 todo = todo | (1 << ((SLICES + i) * N + p)) | (1 << ((2 * SLICES + i) * N + p))
-            :: i > 0 && !by_words(phase, p, r) ->
+            :: i > 0 && !by_words(phase, p, r) && !direct(phase, p, r) ->
                 if
                 :: travels(phase, p, r, i) ->
                     assert(CELL(phase, p, n, r, i) != n);
