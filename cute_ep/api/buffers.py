@@ -14,6 +14,7 @@ from cute_ep.api.config import EPConfig, is_integer
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.provenance import Generation, Memory
 from cute_ep.api.row_tensors import payload_columns, payload_dtype, scale_dtype
+from cute_ep.api.tensors import end_of
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.scales import ATOM, ATOM_ROWS, block_scale_shape, scale_shape
@@ -131,6 +132,15 @@ class DispatchBuffers:
             name: found[name] if name not in own else 0 if (tensor := own[name]) is None else tensor.data_ptr()
             for name in names
         }
+
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Addresses of the first byte and behind the last of each allocation, or of each tensor that was not carved;
+        makes none of those that are not there yet."""
+        carving = self.memory.carving
+        own = [(name, one) for name, one in vars(self).items() if isinstance(one, torch.Tensor) and one.nbytes]
+        made = [one for name, one in own if carving is None or name not in carving]
+        found = [(tensor.data_ptr(), end_of(tensor)) for tensor in made]
+        return tuple(found if carving is None else [*found, carving.span()])
 
     def __repr__(self) -> str:
         return f"DispatchBuffers({room_of(self)})"
