@@ -136,6 +136,15 @@ def test_rows_of_few_tokens_have_no_flags() -> None:
     assert one.behind() == ()
 
 
+def test_no_message_is_missed_that_a_rank_may_not_send_itself() -> None:
+    """A fused launch that encodes nothing receives its own tokens where they are, so flags of its own stay old."""
+    one = Arena(CFG, MANY)
+    one.of(CFG.arena.message_ready)[RANK] = 0
+    assert one.behind() == ()
+    late_messages(one)
+    assert [flag.peer for flag in one.behind()] == [PEER]
+
+
 def test_rank_major_counts_are_one_a_source() -> None:
     cfg = replace(CFG, row_order="rank_major")
     one = Arena(cfg, MANY)
