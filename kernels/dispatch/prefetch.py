@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Uint32
 
 from cute_ep.kernels.codec.base import source_vectors
 from cute_ep.kernels.device.arith import opaque
@@ -21,6 +21,7 @@ from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array, swizzled
 from cute_ep.kernels.device.context import DispatchContext
 from cute_ep.kernels.device.memory import lane_tile, vector
 from cute_ep.kernels.device.slices import SEGMENT, vectors_of
+from cute_ep.kernels.dispatch.given_rows import given_row
 from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import RegionMap
@@ -57,10 +58,6 @@ class Prefetch:
             return vectors_of(ctx.wire.payload_bytes)
         return Int32(Uint32(ctx.wire.payload_bytes) // unit_bytes)
 
-    def _row(self, ctx: DispatchContext, token: Int32) -> Int64:
-        """Address of a token's row."""
-        return ctx.input.x + Int64(token) * ctx.input.x_stride * VECTOR_BYTES
-
     def _tile(self, ctx: DispatchContext, stage: Int32) -> cute.Tensor:
         """(vector, word) of a tile of the warp."""
         return shared_array(self.tiles, Uint32)[ctx.warp * STAGES + stage, None, None]
@@ -75,7 +72,7 @@ class Prefetch:
                 lane = opaque(ctx.lane)  # or the places in shared memory would be kept in registers
                 first = base * (SEGMENT * self.vectors) + lane
                 left = cutlass.min(last * (SEGMENT * self.vectors), self.row_units(ctx) * self.vectors) - first
-                tRow = lane_tile(self._row(ctx, token), first, self.units * self.vectors)
+                tRow = lane_tile(given_row(ctx, token), first, self.units * self.vectors)
                 sTile = self._tile(ctx, stage)
                 for part in cutlass.range_constexpr(self.units * self.vectors):
                     sVector = sTile[swizzled(part * SEGMENT + lane), None]
@@ -108,5 +105,5 @@ class Prefetch:
         rX.fill(0)
         if unit < self.row_units(ctx):
             for part in cutlass.range_constexpr(self.vectors):
-                gVector = vector(self._row(ctx, token), unit * self.vectors + part)
+                gVector = vector(given_row(ctx, token), unit * self.vectors + part)
                 cute.copy(weak(), gVector, cute.local_tile(rX, (4,), (part,)))

@@ -52,7 +52,7 @@ STAGED_SEGMENTS = 8
 
 
 class DispatchSend:
-    """Encodes and pushes the messages of one launch."""
+    """Encodes and pushes the messages of one launch. direct: as of `RowCopy`; the own rank is no destination."""
 
     def __init__(
         self, codec: Codec, input_scale: InputScale | None, ahead: bool, direct: bool, shared: RegionMap
