@@ -109,8 +109,8 @@ DISPATCH: dict[int, dict[int, tuple[Entry, ...]]] = {
 """Tables for at most so many ranks, and of those for messages of at most so many bytes. H200s (264 CTAs), 2026-11-22:
 rows of 7168 elements, 256 experts, top-8 on two GPUs (from 128 tokens on BF16 anew on 2026-11-26, since a rank's own
 tokens are no messages), for more ranks on four, up to 512 tokens as their traffic on two (`perf.mirror`); other
-messages so too, rows of 2048 to 6144 elements, 128 experts, top-8 and top-4. `split_from`: the
-same GPUs with 16, 32, 64 and 128 CTAs a rank."""
+messages so too, rows of 2048 to 6144 elements, 128 experts, top-8 and top-4. `split_from`: the same GPUs with 16, 32,
+64 and 128 CTAs a rank."""
 RETURNS = (Entry(2, 64, 0, 32), Entry(32, ONE_A_SM, 0, 32))
 COMBINE: dict[int, tuple[Entry, ...]] = {
     2: (

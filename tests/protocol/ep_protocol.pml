@@ -59,7 +59,7 @@
  * a round in which rows of two dispatch rounds meet.
  *
  * Own tokens (-DDIRECT). What a fused dispatch gives its own rank is no cell: its input does not change while it runs,
- * which is the order of its stream (tests/gpu/mistakes.py, EARLY_INPUT).
+ * which is the order of its stream.
  *
  * LL words. The routing table is one word for header and counts (its words are waited for alike, by every receiving
  * CTA) and one for the entries of each slice. A word holds the epoch of its value; a reader sees no more than the date,
