@@ -140,8 +140,7 @@ class GroupPool(Pool):
         routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size, **options)
         made: dict[str, Any] = {"timeout_s": cfg.timeout_s, "ranks_per_node": cfg.ranks_per_node}
         counting = self.counting(routes.counts.size(0), sms=sms, **made)
-        counting.exchange(routes.counts)
-        return counting.wait(cfg.num_experts), routes
+        return counting.exchange(routes.counts, cfg.num_experts).wait(), routes
 
     def barrier(self) -> None:
         """Wait on the host until all ranks have called this: collective.
@@ -168,8 +167,10 @@ class GroupPool(Pool):
 
     def _close(self, one: Opened) -> None:
         self._found.clear()
-        self._counting.pop(one.first, None)
+        counting = self._counting.pop(one.first, None)
         super()._close(one)
+        if counting is not None:
+            counting.free()
 
 
 def gather(group: dist.ProcessGroup, one: Any) -> list:

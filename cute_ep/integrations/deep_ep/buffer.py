@@ -186,14 +186,13 @@ class Buffer(LowLatency):
         routes, of = (known, experts) if known is not None else routes_of(layout, mode.nodes)
         route = Route(routes, of, max(tokens, -(-room // ranks)), room, own=known is None)
         cfg = mode.config(hidden, route, scaled=scaled)
-        counting, received = mode.exchange(routes.counts), []
-        table = counting.by_rank()
-        prefix = table.narrow(1, 0, ranks).cumsum(0, dtype=torch.int32)
+        counting, received = mode.counting(routes.counts), []
+        exchange = counting.exchange(routes.counts, experts, ends=True, told=not room)
         if not room:
-            counts = counting.wait(experts)
+            counts = exchange.wait()
             route.rows, route.tokens, received = counts.arriving, counts.tokens, counts.padded(expert_alignment)
             cfg = mode.config(hidden, route, scaled=scaled)
-        mode.place(route, table)
+        mode.place(route, counting)
         weights = None if topk_weights is None else topk_weights.contiguous()
         if weights is not None and routes.ids.shape != weights.shape:
             weights = torch.nn.functional.pad(weights, (0, routes.ids.shape[1] - weights.shape[1]))
@@ -202,7 +201,7 @@ class Buffer(LowLatency):
         source = route.by_source(batch.src_info, route.rows).select(1, 0)
         if route.places is not None:  # tokens count nodes in frames
             source = source % route.frame
-        made = Handle(prefix, None, None, source, is_token_in_rank, None)
+        made = Handle(exchange.ends, None, None, source, is_token_in_rank, None)
         made.route = route
         return calls.paired(rows, factors), ids, weights, received, made, calls.finished(async_finish)
 

@@ -187,7 +187,8 @@ class ElasticMode(NormalMode):
 
     def wait_for_rows(self, handle: EPHandle) -> None:
         """Have a handle make room for the rows that come; the host waits for all ranks' numbers."""
-        counts = self.exchange(handle.routes.counts).wait(handle.num_experts)
+        given = handle.routes.counts
+        counts = self.counting(given).exchange(given, handle.num_experts).wait()
         padded = counts.padded(handle.expert_alignment)
         handle.rows, handle.num_expanded_tokens = counts.arriving, sum(padded)
         handle.num_recv_tokens_per_expert_list = padded

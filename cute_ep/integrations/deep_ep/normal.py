@@ -137,12 +137,10 @@ class NormalMode:
         """How many there are; as `ranks_per_node`."""
         return self._pool.size // (self.ranks_per_node or self._pool.size)
 
-    def exchange(self, counts: torch.Tensor) -> Counting:
-        """Have all ranks know this one's `RouteCounts.counts`; the host does not wait yet."""
+    def counting(self, counts: torch.Tensor) -> Counting:
+        """What exchanges `RouteCounts.counts`."""
         asked: dict[str, Any] = {"opening": self._opening, "timeout_s": self._timeout_s}
-        counting = self._pool.counting(counts.size(0), **asked, ranks_per_node=self.ranks_per_node)
-        counting.exchange(counts)
-        return counting
+        return self._pool.counting(counts.size(0), **asked, ranks_per_node=self.ranks_per_node)
 
     def config(
         self, hidden: int, route: Route, entries: torch.Tensor | None = None, *, scaled: bool = False
@@ -154,16 +152,15 @@ class NormalMode:
         options = {"timeout_s": self._timeout_s, "ranks_per_node": self.ranks_per_node}
         return self._made(self.names, sizes, **options, **order, **FORMATS[scaled])
 
-    def place(self, route: Route, table: torch.Tensor) -> None:
-        """Find where a batch over nodes has the rows of a route. `table`: [R, words], of each rank how many it sends to
-        each."""
+    def place(self, route: Route, counting: Counting) -> None:
+        """Find where a batch over nodes has the rows of a route, whose counts were exchanged last."""
         per_node, ranks, rank = self.ranks_per_node, self._pool.size, self._pool.rank
         if per_node is None:
             return
-        counts = table[:, rank].long()
+        counts = counting.by_rank()[:, rank].long()
         ends, by_rail = counts.cumsum(0), counts.view(-1, per_node).t()
         begins = (by_rail.flatten().cumsum(0).view_as(by_rail) - by_rail).t().flatten()
-        row = torch.arange(route.rows, device=table.device)
+        row = torch.arange(route.rows, device=counts.device)
         source = torch.searchsorted(ends, row, right=True).clamp(max=ranks - 1)
         route.places = torch.where(row < ends[-1], row - (ends - counts)[source] + begins[source], row)
 
