@@ -14,6 +14,7 @@ from cute_ep.api.config import EPConfig, is_integer
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.provenance import Generation, Memory
 from cute_ep.api.row_tensors import payload_columns, payload_dtype, scale_dtype
+from cute_ep.api.tensors import end_of
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.scales import ATOM, ATOM_ROWS, block_scale_shape, scale_shape
@@ -131,6 +132,16 @@ class DispatchBuffers:
             name: found[name] if name not in own else 0 if (tensor := own[name]) is None else tensor.data_ptr()
             for name in names
         }
+
+    def span(self) -> tuple[int, int]:
+        """Addresses of the first byte of all tensors, and behind the last; makes none of those that are not there
+        yet."""
+        made = (one for one in vars(self).values() if isinstance(one, torch.Tensor) and one.nbytes)
+        spans = [(tensor.data_ptr(), end_of(tensor)) for tensor in made]
+        if (carving := self.memory.carving) is not None:
+            spans.append(carving.span())
+        firsts, ends = zip(*spans, strict=True)
+        return min(firsts), max(ends)
 
     def __repr__(self) -> str:
         return f"DispatchBuffers({room_of(self)})"

@@ -57,6 +57,10 @@ class Carving:
         first = self._first
         return {name: first + begin for name, begin in self._pieces.begins.items()}
 
+    def span(self) -> tuple[int, int]:
+        """Addresses of the first byte and behind the last."""
+        return self._first, self._first + self._pieces.words * WORD_BYTES
+
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, always the same one, and as if it had been made with the memory: no view, so torch counts its
         changes apart from those of the others; an inference tensor if the memory was made in inference mode."""

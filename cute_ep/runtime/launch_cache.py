@@ -119,8 +119,7 @@ class LaunchCache:
     def remember(self, out: DispatchBuffers) -> None:
         """That these buffers were checked: the next call with them binds its kernel to them."""
         self._receivers[out] = {}
-        tensors = [tensor for tensor in tensors_of(out).values() if tensor is not None and tensor.nbytes]
-        self._spans[out] = min(one.data_ptr() for one in tensors), max(map(end_of, tensors))
+        self._spans[out] = out.span()
 
     def check_apart(self, out: DispatchBuffers, **read: object) -> None:
         """EPInputError where buffers that were checked share memory with a tensor among what a call reads."""
