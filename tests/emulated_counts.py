@@ -17,25 +17,25 @@ from tests.fake_gpu import PlainHostMemory
 
 def tell_words(args: TellArgs) -> list[tuple[int, int]]:
     """The (address, LL word) pairs that the kernel stores in host memory; it has added up `ends` then."""
-    table = _memory(args.table, args.ranks, args.words)
-    if int(_memory(args.num_rows, 1, 1)) != args.ranks:
+    if _row(args.num_rows, 1) != [args.ranks]:
         return []
     peers = args.ranks // args.nodes
-    by_rank = torch.stack([table[rank % peers * args.nodes + rank // peers] for rank in range(args.ranks)])
-    if args.ends:
-        _memory(args.ends, args.ranks, args.ranks).copy_(by_rank[:, : args.ranks].cumsum(0))
+    places = [rank % peers * args.nodes + rank // peers for rank in range(args.ranks)]
+    table = [_row(args.table + 4 * args.words * place, args.words) for place in places]
+    for source in range(args.ranks if args.ends else 0):
+        sums = [sum(row[rank] for row in table[: source + 1]) for rank in range(args.ranks)]
+        (ctypes.c_int32 * args.ranks).from_address(args.ends + 4 * args.ranks * source)[:] = sums
     if not args.told:
         return []
     first = args.ranks + args.rank * args.local_experts
-    values = by_rank[:, first : first + args.local_experts].sum(0).tolist()
-    values += [int(by_rank[:, args.tokens].max()), int(by_rank[:, args.rank].sum())]
+    values = [sum(row[first + expert] for row in table) for expert in range(args.local_experts)]
+    values += [max(row[args.tokens] for row in table), sum(row[args.rank] for row in table)]
     assert len(values) == args.local_experts + TOLD_BESIDE_ENTRIES
     return [(args.told + 8 * place, args.epoch << 32 | value) for place, value in enumerate(values)]
 
 
-def _memory(address: int, *shape: int) -> torch.Tensor:
-    count = torch.Size(shape).numel()
-    return torch.frombuffer((ctypes.c_int32 * count).from_address(address), dtype=torch.int32).view(shape)
+def _row(address: int, count: int) -> list[int]:
+    return (ctypes.c_int32 * count).from_address(address)[:]
 
 
 def store(words: list[tuple[int, int]]) -> None:

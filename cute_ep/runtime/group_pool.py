@@ -100,6 +100,13 @@ class GroupPool(Pool):
         self._found[key] = found.first
         return found.first
 
+    def known(self, cfg: EPConfig) -> EPCommunicator | None:
+        """What `get` answers without opening anything; None: it would have to. The same on all ranks."""
+        known = self._found.get(cfg)
+        if known is None and (found := self.find(cfg)) is not None:
+            known = self._found[cfg] = found.first
+        return known
+
     def counting(
         self,
         words: int,
