@@ -133,15 +133,14 @@ class DispatchBuffers:
             for name in names
         }
 
-    def span(self) -> tuple[int, int]:
-        """Addresses of the first byte of all tensors, and behind the last; makes none of those that are not there
-        yet."""
-        made = (one for one in vars(self).values() if isinstance(one, torch.Tensor) and one.nbytes)
-        spans = [(tensor.data_ptr(), end_of(tensor)) for tensor in made]
-        if (carving := self.memory.carving) is not None:
-            spans.append(carving.span())
-        firsts, ends = zip(*spans, strict=True)
-        return min(firsts), max(ends)
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Addresses of the first byte and behind the last of each allocation, or of each tensor that was not carved;
+        makes none of those that are not there yet."""
+        carving = self.memory.carving
+        own = [(name, one) for name, one in vars(self).items() if isinstance(one, torch.Tensor) and one.nbytes]
+        made = [one for name, one in own if carving is None or name not in carving]
+        found = [(tensor.data_ptr(), end_of(tensor)) for tensor in made]
+        return tuple(found if carving is None else [*found, carving.span()])
 
     def __repr__(self) -> str:
         return f"DispatchBuffers({room_of(self)})"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
 from cute_ep.api.interface import EPCommunicator
@@ -95,7 +96,7 @@ class Counting:
         self.everyone.view(-1)[:ranks] = first
         self.rows = [rank % cfg.peers * cfg.nodes + cfg.node(rank) for rank in range(ranks)]
         self._order = torch.tensor(self.rows, device=communicator.device)
-        self.out = communicator.allocate(ranks)
+        self.out = DispatchBuffers.carve(cfg, communicator.device, ranks)
         self.table = self.out.tokens.view(torch.int32)
         self._told = HostWords(self.table.shape[1]) if kernels_tell(communicator) else None
 

@@ -7,7 +7,7 @@ tokens are few the GPU waits for it. So what does not change from call to call i
 - the kernel with the addresses of a caller's buffers bound to it: then a launch neither reads fifteen addresses nor
   checks the buffers again. `DispatchBuffers` cannot change but in whether gradients or inference mode forbid to write
   them, which is looked at in each call;
-- between which addresses a caller's buffers lie: what a call reads is seldom there;
+- where a caller's buffers lie: what a call reads is seldom there;
 - that a batch was made here (`Dispatched.is_whole`), so that combine need not check it again.
 
 Nothing here changes what is launched. What is kept goes with the buffers, or after SHAPES_KEPT shapes, or when another
@@ -33,8 +33,15 @@ from cute_ep.runtime.arguments import output_record, scales_record, shared_recor
 from cute_ep.runtime.driver import Kernel
 from cute_ep.tuning.launch_shape import Tuning
 
+Span = tuple[int, int]
+"""Addresses of the first byte and behind the last."""
 SHAPES_KEPT = 1024
 """Launch shapes that a communicator keeps, one for each operation and number of tokens."""
+
+
+def meets(span: Span, first: int, end: int) -> bool:
+    """Whether a span has bytes from `first` on and before `end`."""
+    return first < span[1] and end > span[0]
 
 
 class LaunchShape(NamedTuple):
@@ -71,7 +78,7 @@ class LaunchCache:
         self._shapes: dict[tuple[str, int, bool], LaunchShape] = {}
         self._shapes_of: Tuning | None = None  # what they were found with
         self._receivers: WeakKeyDictionary[DispatchBuffers, dict[str, Kernel]] = WeakKeyDictionary()
-        self._spans: WeakKeyDictionary[DispatchBuffers, tuple[int, int]] = WeakKeyDictionary()  # first byte and end
+        self._spans: WeakKeyDictionary[DispatchBuffers, tuple[Span, tuple[Span, ...]]] = WeakKeyDictionary()
 
     def shape(self, tuning: Tuning, operation: str, tokens: int, *, whole_rows: bool = False) -> LaunchShape:
         """`Tuning.shape`. A rank with no tokens cannot know the others' counts, so it assumes the most."""
@@ -119,13 +126,18 @@ class LaunchCache:
     def remember(self, out: DispatchBuffers) -> None:
         """That these buffers were checked: the next call with them binds its kernel to them."""
         self._receivers[out] = {}
-        self._spans[out] = out.span()
+        spans = out.spans()
+        firsts, ends = zip(*spans, strict=True)
+        self._spans[out] = (min(firsts), max(ends)), spans
 
     def check_apart(self, out: DispatchBuffers, **read: object) -> None:
         """EPInputError where buffers that were checked share memory with a tensor among what a call reads."""
-        first, end = self._spans[out]
+        whole, spans = self._spans[out]
         for name, tensor in read.items():
-            if isinstance(tensor, torch.Tensor) and tensor.data_ptr() < end and end_of(tensor) > first:
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            begin, stop = tensor.data_ptr(), end_of(tensor)
+            if meets(whole, begin, stop) and any(meets(span, begin, stop) for span in spans):
                 for part, buffer in tensors_of(out).items():
                     check_apart(f"out.{part}", buffer, **{name: tensor})
 
