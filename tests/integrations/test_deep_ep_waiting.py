@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from cute_ep.api.errors import EPTimeout
-from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer, normal
+from cute_ep.integrations.common import pools
+from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime import connection, group_pool, host_words
 from cute_ep.runtime.group_pool import GroupPool
@@ -121,9 +122,8 @@ def test_a_rank_sends_again_where_another_had_too_many_tokens(buffer: Buffer, wa
 def test_more_memory_than_a_guess_may_take_is_allocated_when_rows_are_known(
     buffer: Buffer, waits: Waits, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(normal, "EARLY_BYTES", 2 * ROOM * 2 * HIDDEN)
     for number, bound in enumerate((2 * ROOM * 2 * HIDDEN, 2 * ROOM * 2 * HIDDEN - 1)):
-        monkeypatch.setattr(normal, "EARLY_BYTES", bound)
+        monkeypatch.setattr(pools, "EARLY_BYTES", bound)
         dispatching(buffer, 3)()
         dispatching(buffer, 3)()
         assert launches.last().arguments["out.capacity"] == (2 * ROOM, 2 * waits.tokens)[number]

@@ -14,6 +14,7 @@ import torch
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.pools import may_send_early
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.layout import whole_vectors
 from cute_ep.layouts.maps.formats import FP8
@@ -39,9 +40,6 @@ Sent = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """Tokens, [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits; [T, entries] float32 weights."""
 BY_RANK: dict[str, Any] = {"row_alignment": 1, "row_order": RANK_MAJOR}
 """Of one row per (token, rank)."""
-EARLY_BYTES = 128 << 20
-"""Most memory for rows that tokens are sent into before it is known how many come: 4096 tokens of two ranks, hidden
-7168, bfloat16. What is returned is a view, which keeps all of it."""
 
 
 class _Fields(NamedTuple):
@@ -230,7 +228,7 @@ class NormalMode:
 
     def send_early(self, sent: Sent, route: Route) -> Early | None:
         """Send tokens along a route before it is known how many come, into memory for as many as may. None, on all
-        ranks alike: there is no communicator yet, that memory would be more than EARLY_BYTES, or the route is over
+        ranks alike: there is no communicator yet, that memory is too much, or the route is over
         nodes, where a dispatch is told the most tokens of a rank. A rank with too many tokens sends none."""
         x, scales, _ = sent
         if self.ranks_per_node is not None:
@@ -241,7 +239,7 @@ class NormalMode:
             return None
         most = communicator.cfg.max_tokens_per_rank
         rows = route.most_rows(self._pool.size * most)
-        if rows * x.shape[1] * x.itemsize > EARLY_BYTES:
+        if not may_send_early(rows * x.shape[1] * x.itemsize):
             return None
         ids = route.routes.ids
         if x.shape[0] > most:
