@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -51,12 +52,14 @@ class Stream:
         at_once: whether launches run when they are made.
         asked: how often the host has asked whether the stream has ended.
         waited: whether the host has waited for it.
+        kept: what launches write to, which torch frees in the order of a stream only where there is one.
     """
 
     cuda_stream = 7
 
     def __init__(self) -> None:
         self.at_once, self.asked, self.launches, self.waited = True, 0, list[TellArgs](), False
+        self.kept: list[torch.Tensor] = []
 
     def launch(self, device: int | None, kernel: object, grid: int, given: TellArgs) -> None:
         assert kernel == "tell_counts" and grid == 1
@@ -69,6 +72,10 @@ class Stream:
         taken, self.launches = self.launches[:most], self.launches[len(self.launches[:most]) :]
         for one in taken:
             store(tell_words(one))
+
+    def empty(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        self.kept.append(torch.empty(*arguments, **options))
+        return self.kept[-1]
 
     def query(self) -> bool:
         self.asked += 1
@@ -84,7 +91,7 @@ def telling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     made = Stream()
     cuda = SimpleNamespace(current_stream=lambda device: made, stream=lambda stream: nullcontext())
     monkeypatch.setattr(counts, "kernels_tell", lambda communicator: True)
-    monkeypatch.setattr(counts, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
+    monkeypatch.setattr(counts, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda, "empty": made.empty}))
     monkeypatch.setattr(counts, "local_kernel", lambda device, name, fmt, folder: name)
     monkeypatch.setattr(counts, "launch_on", made.launch)
     monkeypatch.setattr(host_words, "HostMemory", PlainHostMemory)

@@ -85,6 +85,9 @@ class Counting:
         out: memory for R rows, those of a rail one after the other.
         table: these as [R, words] int32: `RouteCounts.counts`, in the order of `rows`.
         rows: which row each rank has.
+
+    Raises:
+        VariantMissing: a kernel is not in the library.
     """
 
     @torch.inference_mode(False)
@@ -98,7 +101,11 @@ class Counting:
         self._order = torch.tensor(self.rows, device=communicator.device)
         self.out = DispatchBuffers.carve(cfg, communicator.device, ranks)
         self.table = self.out.tokens.view(torch.int32)
-        self._told = HostWords(self.table.shape[1]) if kernels_tell(communicator) else None
+        self._told: HostWords | None = None
+        if kernels_tell(communicator):
+            self._kernel = local_kernel(communicator.device.index, TELL_KERNEL, None, None)
+            self._num_rows = self.out.addresses(["num_rows"])["num_rows"]
+            self._told = HostWords(self.table.shape[1])
 
     def exchange(self, counts: torch.Tensor, experts: int, *, ends: bool = False, told: bool = True) -> Exchange:
         """Have every rank know this one's counts, on the current stream. Collective; nothing waits on the host.
@@ -148,7 +155,7 @@ class Counting:
             if ends or told:
                 arguments = TellArgs(
                     table=self.table.data_ptr(),
-                    num_rows=self.out.num_rows.data_ptr(),
+                    num_rows=self._num_rows,
                     told=address,
                     ends=0 if sums is None else sums.data_ptr(),
                     ranks=ranks,
@@ -159,7 +166,7 @@ class Counting:
                     tokens=ranks + experts,
                     epoch=epoch,
                 )
-                launch_on(device.index, local_kernel(device.index, TELL_KERNEL, None, None), 1, arguments)
+                launch_on(device.index, self._kernel, 1, arguments)
 
         def receive() -> ReceiveCounts:
             found = words.wait(number, local + TOLD_BESIDE_ENTRIES, lambda: communicator.failed, stream.query)

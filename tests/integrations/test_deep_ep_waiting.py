@@ -52,7 +52,7 @@ class Waits:
 def waits(monkeypatch: pytest.MonkeyPatch, launches: Launches, telling: Stream) -> Waits:
     made = Waits(launches, telling)
     telling.at_once = False
-    monkeypatch.setattr(host_words.time, "sleep", made.come)
+    monkeypatch.setattr(host_words, "give_way", made.come)
     return made
 
 
@@ -138,7 +138,7 @@ def test_a_timeout_of_the_counts_ends_the_call(
     def fail(seconds: float) -> None:
         report(counting.communicator, Phase.ROUTE_TABLE, 0, 2, 1, peer=1)
 
-    monkeypatch.setattr(host_words.time, "sleep", fail)
+    monkeypatch.setattr(host_words, "give_way", fail)
     with pytest.raises(EPTimeout, match="ROUTE_TABLE of rank 1"):
         dispatching(buffer, 3)()
 
@@ -153,7 +153,7 @@ def test_an_interrupted_wait_leaves_a_usable_buffer(
 
     dispatching(buffer, 3)()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(host_words.time, "sleep", interrupt)
+        patch.setattr(host_words, "give_way", interrupt)
         dispatching(buffer, 3)()
     assert launches.kernels == [MOVED] * 4
     rows, *_ = dispatching(buffer, 3)()

@@ -126,7 +126,7 @@ def test_an_interrupted_wait_leaves_the_next_exchange_whole(
     telling.at_once, given = False, table(8)
     begun = counting.exchange(given[1], EXPERTS)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(host_words.time, "sleep", interrupt)
+        patch.setattr(host_words, "give_way", interrupt)
         begun.wait()
     arrive(counting, given)
     telling.run()
