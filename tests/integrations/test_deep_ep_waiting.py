@@ -72,12 +72,14 @@ def buffer(group: Any, waits: Waits) -> Buffer:
     return made
 
 
-def dispatching(buffer: Buffer, tokens: int, worst: int = 0) -> Callable[[], tuple]:
-    """A dispatch of so many tokens, with the layout that the buffer has made."""
+def dispatching(buffer: Buffer, tokens: int, *, scaled: bool = False) -> Callable[[], tuple]:
+    """A dispatch of so many tokens, with the layout that the buffer has made; `scaled`: of FP8 rows with fewer scale
+    factors than travel."""
     ids, weights = torch.rand(tokens, EXPERTS).topk(SLOTS).indices, torch.rand(tokens, SLOTS)
     by_rank, _, by_expert, goes, _ = buffer.get_dispatch_layout(ids, EXPERTS)
-    x, layout = torch.randn(tokens, HIDDEN).bfloat16(), (by_rank, None, goes, by_expert)
-    return lambda: buffer.dispatch(x, None, *layout, ids, weights, num_worst_tokens=worst)
+    x, layout = torch.randn(tokens, HIDDEN), (by_rank, None, goes, by_expert)
+    sent = (x.to(torch.float8_e4m3fn), torch.rand(tokens, 3)) if scaled else x.bfloat16()
+    return lambda: buffer.dispatch(sent, None, *layout, ids, weights)
 
 
 def test_rows_are_sent_before_the_host_polls(buffer: Buffer, waits: Waits, launches: Launches, no_wait: None) -> None:
@@ -94,19 +96,21 @@ def test_rows_are_sent_before_the_host_polls(buffer: Buffer, waits: Waits, launc
     assert launches.last().values("rows.data", "rows.capacity") == (rows.data_ptr(), 2 * waits.tokens)
 
 
+@pytest.mark.parametrize("scaled", [False, True], ids=["bf16", "fp8"])
 def test_a_rank_with_too_many_tokens_sends_none_and_all_send_again(
-    buffer: Buffer, waits: Waits, launches: Launches
+    buffer: Buffer, waits: Waits, launches: Launches, scaled: bool
 ) -> None:
-    dispatching(buffer, 3)()
+    dispatching(buffer, 3, scaled=scaled)()
     first = len(launches)
     waits.tokens = ROOM + 6
-    rows, *_ = dispatching(buffer, waits.tokens)()
+    rows, *_ = dispatching(buffer, waits.tokens, scaled=scaled)()
+    rows = rows[0] if scaled else rows
     _, early, again = list(launches)[first:]
     assert waits.queued[1] == launches.kernels[:-1]
     assert early.values("input.tokens", "out.capacity") == (0, 2 * ROOM)
     assert again.values("input.tokens", "out.capacity") == (waits.tokens, len(rows)) == (ROOM + 6, 2 * (ROOM + 6))
     assert early.arguments["group.arena"] == again.arguments["group.arena"]
-    dispatching(buffer, waits.tokens)()
+    dispatching(buffer, waits.tokens, scaled=scaled)()
     assert launches.kernels[first + 3 :] == [MOVED] * 2
 
 
