@@ -55,7 +55,7 @@ class ReceiveCounts(NamedTuple):
         return self.entries if alignment == 1 else [align_up(count, alignment) for count in self.entries]
 
 
-class Exchange:
+class CountExchange:
     """An exchange of counts that this rank has begun.
 
     Attributes:
@@ -107,13 +107,13 @@ class Counting:
             self._num_rows = self.out.addresses(["num_rows"])["num_rows"]
             self._told = HostWords(self.table.shape[1])
 
-    def exchange(self, counts: torch.Tensor, experts: int, *, ends: bool = False, told: bool = True) -> Exchange:
+    def exchange(self, counts: torch.Tensor, experts: int, *, ends: bool = False, told: bool = True) -> CountExchange:
         """Have every rank know this one's counts, on the current stream. Collective; nothing waits on the host.
 
         Args:
             counts: `RouteCounts.counts`, [words] int32.
             experts: E, of all ranks.
-            ends: whether `Exchange.ends` are wanted.
+            ends: whether `CountExchange.ends` are wanted.
             told: whether the exchange is to be waited for.
 
         Raises:
@@ -128,9 +128,9 @@ class Counting:
             return self._tell(self._told, experts, ends=ends, told=told)
         sums = self.by_rank()[:, : cfg.world_size].cumsum(0, dtype=torch.int32) if ends else None
         if not told or self.communicator.shares_device:  # then other ranks may have yet to come
-            return Exchange(sums, lambda: self._read(experts))
+            return CountExchange(sums, lambda: self._read(experts))
         found = self._read(experts)
-        return Exchange(sums, lambda: found)
+        return CountExchange(sums, lambda: found)
 
     def by_rank(self) -> torch.Tensor:
         """The table with a row for each rank, on the device."""
@@ -141,7 +141,7 @@ class Counting:
         if self._told is not None:
             self._told.free()
 
-    def _tell(self, words: HostWords, experts: int, *, ends: bool, told: bool) -> Exchange:
+    def _tell(self, words: HostWords, experts: int, *, ends: bool, told: bool) -> CountExchange:
         """Behind an exchange: have a kernel add up the counts, and if they are `told` write them to the host."""
         communicator, device = self.communicator, self.communicator.device
         ranks, local = communicator.cfg.world_size, experts // communicator.cfg.world_size
@@ -175,7 +175,7 @@ class Counting:
                 raise EPError(f"rank {communicator.rank}: an exchange of counts has ended without them; connect again")
             return ReceiveCounts(found[:local], found[local], found[local + 1])
 
-        return Exchange(sums, receive)
+        return CountExchange(sums, receive)
 
     def _read(self, experts: int) -> ReceiveCounts:
         """On the CPU, from the table, which is there once all ranks have made the call."""

@@ -14,7 +14,7 @@ from cute_ep.api.config import LONGEST_S, EPConfig, in_words
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.runtime import connection
-from cute_ep.runtime.counts import Counting, Exchange, ReceiveCounts, counting_config
+from cute_ep.runtime.counts import CountExchange, Counting, ReceiveCounts, counting_config
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.meeting import Meeting, group_timeout
 from cute_ep.runtime.places import check_member, count_ranks
@@ -135,7 +135,7 @@ class GroupPool(Pool):
 
     def begin_counts(
         self, topk_ids: torch.Tensor, cfg: EPConfig, sms: int | None = None, **options: Any
-    ) -> tuple[Exchange, RouteCounts]:
+    ) -> tuple[CountExchange, RouteCounts]:
         """Send all ranks the counts of this one's tokens, before a dispatch by `cfg`: collective, and nothing waits on
         the host. `options`: of `count_routes`.
 
