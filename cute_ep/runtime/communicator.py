@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import NamedTuple
 
@@ -207,7 +208,7 @@ class Communicator(EPCommunicator):
         """The buffers to receive into, the kernel of a name, and its records of the buffers: none where the kernel is
         bound to them, because the caller gives the same buffers again."""
         if out is None:
-            with torch.cuda.stream(self._work_stream()):
+            with self._on_work_stream():
                 out = DispatchBuffers.allocate(self.cfg, self.device)
         else:
             bound = self._cache.receiver(name, out)
@@ -293,7 +294,7 @@ class Communicator(EPCommunicator):
         weights, extents, dtype = check_sum(self.origin, rows, dispatched, mode, options)
         result = options.out
         if result is None:
-            with torch.cuda.stream(self._work_stream()):
+            with self._on_work_stream():
                 result = torch.empty(extents, dtype=dtype, device=self.device)
         return weights, sums_record(dispatched, weights, result, options), result
 
@@ -351,6 +352,11 @@ class Communicator(EPCommunicator):
 
     def _work_stream(self) -> torch.cuda.Stream:
         return self.stream if self._shared_device else self._current_stream()
+
+    def _on_work_stream(self) -> AbstractContextManager:
+        """Make the work stream the current one, to allocate what a launch writes. torch takes microseconds for it, also
+        where it is."""
+        return torch.cuda.stream(self.stream) if self._shared_device else nullcontext()
 
     def _current_stream(self) -> torch.cuda.Stream:
         """The caller's; torch takes 1 us to look up a device by anything but its index."""

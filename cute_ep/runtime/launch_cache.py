@@ -7,7 +7,7 @@ tokens are few the GPU waits for it. So what does not change from call to call i
 - the kernel with the addresses of a caller's buffers bound to it: then a launch neither reads fifteen addresses nor
   checks the buffers again. `DispatchBuffers` cannot change but in whether gradients or inference mode forbid to write
   them, which is looked at in each call;
-- between which addresses a caller's buffers lie: what a call reads is seldom there;
+- at which addresses a caller's buffers lie: what a call reads is seldom there, though often between them;
 - that a batch was made here (`Dispatched.is_whole`), so that combine need not check it again.
 
 Nothing here changes what is launched. What is kept goes with the buffers, or after SHAPES_KEPT shapes, or when another
@@ -16,7 +16,8 @@ Nothing here changes what is launched. What is kept goes with the buffers, or af
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -57,6 +58,20 @@ class LaunchShape(NamedTuple):
     pairs: bool
 
 
+def spans_of(tensors: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Where the memory of tensors begins and ends, as addresses in ascending order; tensors that follow one another or
+    share memory are one span, and one without any bytes is none."""
+    begins: list[int] = []
+    ends: list[int] = []
+    for begin, end in sorted((tensor.data_ptr(), end_of(tensor)) for tensor in tensors if tensor.nbytes):
+        if ends and begin <= ends[-1]:
+            ends[-1] = max(ends[-1], end)
+        else:
+            begins.append(begin)
+            ends.append(end)
+    return begins, ends
+
+
 class LaunchCache:
     """Launch shapes and bound kernels of one rank.
 
@@ -71,7 +86,7 @@ class LaunchCache:
         self._shapes: dict[tuple[str, int, bool], LaunchShape] = {}
         self._shapes_of: Tuning | None = None  # what they were found with
         self._receivers: WeakKeyDictionary[DispatchBuffers, dict[str, Kernel]] = WeakKeyDictionary()
-        self._spans: WeakKeyDictionary[DispatchBuffers, tuple[int, int]] = WeakKeyDictionary()  # first byte and end
+        self._spans: WeakKeyDictionary[DispatchBuffers, tuple[list[int], list[int]]] = WeakKeyDictionary()
 
     def shape(self, tuning: Tuning, operation: str, tokens: int, *, whole_rows: bool = False) -> LaunchShape:
         """`Tuning.shape`. A rank with no tokens cannot know the others' counts, so it assumes the most."""
@@ -119,16 +134,17 @@ class LaunchCache:
     def remember(self, out: DispatchBuffers) -> None:
         """That these buffers were checked: the next call with them binds its kernel to them."""
         self._receivers[out] = {}
-        tensors = [tensor for tensor in tensors_of(out).values() if tensor is not None and tensor.nbytes]
-        self._spans[out] = min(one.data_ptr() for one in tensors), max(map(end_of, tensors))
+        self._spans[out] = spans_of(tensor for tensor in tensors_of(out).values() if tensor is not None)
 
     def check_apart(self, out: DispatchBuffers, **read: object) -> None:
         """EPInputError where buffers that were checked share memory with a tensor among what a call reads."""
-        first, end = self._spans[out]
+        begins, ends = self._spans[out]
         for name, tensor in read.items():
-            if isinstance(tensor, torch.Tensor) and tensor.data_ptr() < end and end_of(tensor) > first:
-                for part, buffer in tensors_of(out).items():
-                    check_apart(f"out.{part}", buffer, **{name: tensor})
+            if isinstance(tensor, torch.Tensor):
+                place = bisect_right(ends, tensor.data_ptr())
+                if place < len(begins) and begins[place] < end_of(tensor):
+                    for part, buffer in tensors_of(out).items():
+                        check_apart(f"out.{part}", buffer, **{name: tensor})
 
     def scales_of(self, out: DispatchBuffers) -> Scales:
         """The record of the scales in buffers."""

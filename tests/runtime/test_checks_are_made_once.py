@@ -13,6 +13,7 @@ from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
 from cute_ep.runtime import communicator as communicator_module
+from cute_ep.runtime import launch_cache
 from cute_ep.runtime.communicator import Communicator
 from tests.fake_gpu import Launches, MakeRank, RecordingKernel, address, expert_rows, inputs
 
@@ -98,6 +99,27 @@ def test_a_kernel_whose_binding_was_interrupted_is_bound_by_the_next_call(
         rank.dispatch(*inputs(), out=out)
         given = launches.last().arguments
         assert (given["out.tokens"], given["scales.data"]) == (out.tokens.data_ptr(), out.scales.data_ptr())
+
+
+def test_what_lies_between_output_buffers_is_not_compared_with_each(
+    rank: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allocators mix tensors of all kinds: here x is between tokens and src_info. Only what touches a buffer is."""
+    memory = torch.zeros(64 * rank.cfg.hidden, dtype=torch.bfloat16)
+    made = rank.allocate(16)
+    _, ids, weights = inputs()
+    row, payload = rank.cfg.hidden, made.tokens.nbytes // 2
+    tokens = memory[:payload].view(torch.uint8).view(made.tokens.shape)
+    x = memory[payload:][: 5 * row].view(5, row)
+    src_info = memory[payload + 5 * row :].view(torch.int32)[: made.src_info.numel()].view(made.src_info.shape)
+    out = replace(made, tokens=tokens, src_info=src_info)
+    rank.dispatch(x, ids, weights, out=out)
+    with pytest.raises(EPInputError, match=r"out\.tokens: shares memory with x"):
+        rank.dispatch(memory[payload - 8 :][: 5 * row].view(5, row), ids, weights, out=out)
+    with pytest.raises(EPInputError, match=r"out\.src_info: shares memory with x"):
+        rank.dispatch(memory[payload + 8 :][: 5 * row].view(5, row), ids, weights, out=out)
+    monkeypatch.delattr(launch_cache, "check_apart")
+    rank.dispatch(x, ids, weights, out=out)
 
 
 @pytest.fixture
