@@ -1,7 +1,7 @@
 """What a communicator keeps so that a launch takes little of the host's time.
 
-A pair of calls takes about 31 us of one host thread (H200's host, 2026-11-22), nearly all of it Python, and while
-tokens are few the GPU waits for it. So what does not change from call to call is found once:
+Without the compiled launcher a pair of calls takes about 31 us of one host thread (H200's host, 2026-11-22), nearly all
+of it Python, and while tokens are few the GPU waits for it. So what does not change from call to call is found once:
 
 - the launch shape of an operation and a number of tokens, as the record that kernels are given;
 - the kernel with the addresses of a caller's buffers bound to it: then a launch neither reads fifteen addresses nor
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -58,9 +58,13 @@ class LaunchShape(NamedTuple):
     pairs: bool
 
 
-def spans_of(tensors: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Where the memory of tensors begins and ends, as addresses in ascending order; tensors that follow one another or
-    share memory are one span, and one without any bytes is none."""
+Spans: TypeAlias = tuple[list[int], list[int]]
+"""Begins and ends of pieces of memory, as addresses in ascending order."""
+
+
+def spans_of(tensors: Iterable[torch.Tensor]) -> Spans:
+    """Where the memory of tensors is; tensors that follow one another or share memory are one span, and one without any
+    bytes is none."""
     begins: list[int] = []
     ends: list[int] = []
     for begin, end in sorted((tensor.data_ptr(), end_of(tensor)) for tensor in tensors if tensor.nbytes):
@@ -86,7 +90,7 @@ class LaunchCache:
         self._shapes: dict[tuple[str, int, bool], LaunchShape] = {}
         self._shapes_of: Tuning | None = None  # what they were found with
         self._receivers: WeakKeyDictionary[DispatchBuffers, dict[str, Kernel]] = WeakKeyDictionary()
-        self._spans: WeakKeyDictionary[DispatchBuffers, tuple[list[int], list[int]]] = WeakKeyDictionary()
+        self._spans: WeakKeyDictionary[DispatchBuffers, Spans] = WeakKeyDictionary()
 
     def shape(self, tuning: Tuning, operation: str, tokens: int, *, whole_rows: bool = False) -> LaunchShape:
         """`Tuning.shape`. A rank with no tokens cannot know the others' counts, so it assumes the most."""
@@ -135,6 +139,10 @@ class LaunchCache:
         """That these buffers were checked: the next call with them binds its kernel to them."""
         self._receivers[out] = {}
         self._spans[out] = spans_of(tensor for tensor in tensors_of(out).values() if tensor is not None)
+
+    def spans(self, out: DispatchBuffers) -> Spans:
+        """`spans_of` buffers that were checked."""
+        return self._spans[out]
 
     def check_apart(self, out: DispatchBuffers, **read: object) -> None:
         """EPInputError where buffers that were checked share memory with a tensor among what a call reads."""

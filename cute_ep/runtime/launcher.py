@@ -1,0 +1,71 @@
+"""The compiled launcher, `launcher.c`, if this installation and this torch have what it takes.
+
+It is C for Python's stable ABI, one file of 400 lines without a dependency. apache-tvm-ffi, which reads tensors by the
+same functions of torch, takes 1.4 us for a call with twelve of them before any check (this takes 0.5 us with checks),
+and would be one more package to keep in step with torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+
+from cute_ep.api.errors import EPError
+from cute_ep.torch_internals import exchange_api
+
+
+class Calls(Protocol):
+    """`Calls` of `launcher.c`, which describes its methods."""
+
+    def launch(self, stream: int, early: bool, *tensors_and_keys: object) -> Any:
+        """Launch what was added for these, or None."""
+
+    def add(self, *launch: object) -> bool:
+        """Keep a launch."""
+
+    def forget(self) -> None:
+        """Forget all."""
+
+
+@cache
+def missing() -> str | None:
+    """Why calls are launched by Python alone, in words; None: they need not be."""
+    try:
+        import_module("cute_ep.runtime._launcher")
+    except ImportError as error:
+        return f"it was not compiled, or not for this Python ({error})"
+    return None if exchange_api() else f"torch {torch.__version__} has no DLPack exchange API, as 2.11 has"
+
+
+def driver_addresses() -> tuple[int, int]:
+    """Addresses of cuLaunchKernelEx and cuCtxGetCurrent. EPError: there is no CUDA driver."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise EPError(f"CUDA driver: {error}") from None
+    launch, current = (ctypes.cast(one, ctypes.c_void_p) for one in (library.cuLaunchKernelEx, library.cuCtxGetCurrent))
+    return launch.value or 0, current.value or 0
+
+
+def make_calls(context: int, reports: tuple[int, int, int], tensors: int, written: int, keys: int) -> Calls:
+    """Launches of one operation of one rank, none at first.
+
+    Args:
+        context: of the rank's kernels.
+        reports: (address, words, step) of host memory: while every step-th word is 0 no call need be refused.
+        tensors, keys: how many a call has.
+        written: the tensor among them that the kernel writes; -1: none.
+
+    Raises:
+        EPError: the launcher is `missing`, or there is no CUDA driver.
+    """
+    why = missing()
+    if why is not None:
+        raise EPError(f"compiled launcher: {why}")
+    launcher = import_module("cute_ep.runtime._launcher")
+    driver = *driver_addresses(), context
+    return launcher.Calls(exchange_api(), torch.Tensor, driver, reports, tensors, written, keys)
