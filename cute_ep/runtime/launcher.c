@@ -17,7 +17,7 @@
 
 // ---- DLPack's exchange API
 
-enum { MAJOR_VERSION = 1 };
+enum { MAJOR_VERSION = 1, SIGNED = 0, UNSIGNED = 1 };
 typedef struct { int32_t type, id; } Device;
 typedef struct { uint8_t code, bits; uint16_t lanes; } Element;
 typedef struct {
@@ -128,7 +128,8 @@ static bool look(const Calls *self, PyObject *object, bool written, Argument *in
         return false;
     }
     if (!view.data || !view.shape || !view.strides || view.dims > MOST_DIMS) return false;
-    if (!is_false(PyObject_GetAttr(object, REQUIRES_GRAD))) return false;
+    bool integers = view.element.code == SIGNED || view.element.code == UNSIGNED;  // which require no gradient
+    if (!integers && !is_false(PyObject_GetAttr(object, REQUIRES_GRAD))) return false;
     Kind *kind = &into->kind;
     kind->inference = written && !is_false(PyObject_CallMethodObjArgs(object, IS_INFERENCE, NULL));
     into->data = view.data + view.offset;
