@@ -146,9 +146,8 @@ class Dispatched:
         for name in READ_BY_COMBINE:
             if tensors.get(name) is None:
                 raise EPInputError(f"tensors[{name!r}] = None: must be what dispatch wrote, combine reads it")
-        parts: dict[str, Any] = dict.fromkeys(BUFFERS) | dict(tensors)
-        made = DispatchBuffers(**parts), rank, topk_ids, router_weights, return_slices_log2
-        return cls(*made, weighted=weighted, frame=frame)
+        buffers = DispatchBuffers.of(dict.fromkeys(BUFFERS) | dict(tensors))
+        return cls(buffers, rank, topk_ids, router_weights, return_slices_log2, weighted=weighted, frame=frame)
 
     def derived(
         self,

@@ -234,8 +234,8 @@ class Communicator(Launching):
     def _combine(
         self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
     ) -> torch.Tensor:
-        whole = self._may_repeat(self._combines) and self._is_whole(dispatched)
-        kind = of_combine(rows, dispatched, mode, options) if whole else None
+        whole = self._whole(dispatched) if self._may_repeat(self._combines) else None
+        kind = None if whole is None else of_combine(rows, dispatched, whole, mode, options)
         again = self._launch_again("combine", kind, self._combines.count_fused)
         if again is not None:
             return again[1] if options.out is None else options.out
@@ -281,9 +281,10 @@ class Communicator(Launching):
     def _send_combine_again(
         self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode
     ) -> PendingCombine | None:
-        if not (self._may_repeat(self._combines, MAX_OUTSTANDING - 1) and self._is_whole(dispatched)):
+        whole = self._whole(dispatched) if self._may_repeat(self._combines, MAX_OUTSTANDING - 1) else None
+        if whole is None:
             return None
-        pending, kind = PendingCombine(dispatched, mode, rows), of_returned(rows, dispatched, mode)
+        pending, kind = PendingCombine(dispatched, mode, rows), of_returned(rows, dispatched, whole, mode)
         again = self._launch_again("combine_async", kind, self._combines.count_sent, lambda shape: pending)
         return None if again is None else pending
 
@@ -295,8 +296,9 @@ class Communicator(Launching):
         kernel = self._kernels[f"combine_async_{'partial' if mode == 'partial' else 'exact'}"]
         pending, call = PendingCombine(dispatched, mode, rows), Call(kernel, shape, numbers, (rows,), None, dispatched)
         self._launch(call, self._combines.count_sent, pending)
-        if self._is_whole(dispatched):
-            self._keep("combine_async", of_returned(rows, dispatched, mode), call)
+        whole = self._whole(dispatched)
+        if whole is not None:
+            self._keep("combine_async", of_returned(rows, dispatched, whole, mode), call)
         return pending
 
     def _receive_combine(self, pending: PendingCombine, options: SumOptions) -> torch.Tensor:

@@ -45,14 +45,15 @@ typedef int (*CurrentContext)(void **context);
 
 // ---- what is kept of a call
 
-enum { VECTOR_BYTES = 16, MOST_DIMS = 4, MOST_TENSORS = 16, MOST_KEYS = 8, MOST_MADE = 24, MOST_NUMBERS = 256 };
+enum { VECTOR_BYTES = 16, MOST_DIMS = 4, MOST_TENSORS = 16, MOST_KEYS = 10, MOST_MADE = 24, MOST_NUMBERS = 256 };
 enum { READ = -1, SEEN = -2, MOST_SPANS = 32, BUCKETS = 256, MOST_KEPT = 512 };
 
 typedef struct {  // what Python's rules are about; compared byte by byte
     int64_t shape[MOST_DIMS], strides[MOST_DIMS];
     Device device;
     Element element;
-    uint8_t given, inference, dims, remainder;  // remainder: of the address, by VECTOR_BYTES
+    uint8_t given, gradient, inference, dims;
+    uint64_t remainder;  // of the address, by VECTOR_BYTES
 } Kind;
 
 typedef struct { Kind kind; char *data; int64_t bytes; } Argument;  // bytes: to the end of its last element
@@ -78,7 +79,7 @@ typedef struct Kept {
 typedef struct {
     PyObject_HEAD
     const Exchange *exchange;
-    PyObject *capsule, *tensor;
+    PyObject *capsule, *tensor, *grad_enabled;
     LaunchKernel launch;
     CurrentContext current;
     void *context;
@@ -128,9 +129,10 @@ static bool look(const Calls *self, PyObject *object, bool written, Argument *in
         return false;
     }
     if (!view.data || !view.shape || !view.strides || view.dims > MOST_DIMS) return false;
-    bool integers = view.element.code == SIGNED || view.element.code == UNSIGNED;  // which require no gradient
-    if (!integers && !is_false(PyObject_GetAttr(object, REQUIRES_GRAD))) return false;
     Kind *kind = &into->kind;
+    bool integers = view.element.code == SIGNED || view.element.code == UNSIGNED;  // which require no gradient
+    kind->gradient = !integers && !is_false(PyObject_GetAttr(object, REQUIRES_GRAD));
+    if (kind->gradient && !is_false(PyObject_CallObject(self->grad_enabled, NULL))) return false;
     kind->inference = written && !is_false(PyObject_CallMethodObjArgs(object, IS_INFERENCE, NULL));
     into->data = view.data + view.offset;
     kind->given = true;
@@ -366,6 +368,7 @@ static void Calls_dealloc(PyObject *object) {
     Calls_clear(object);
     Py_XDECREF(((Calls *)object)->tensor);
     Py_XDECREF(((Calls *)object)->capsule);
+    Py_XDECREF(((Calls *)object)->grad_enabled);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
@@ -376,10 +379,10 @@ static PyObject *Calls_forget(PyObject *object, PyObject *nothing) {
 }
 
 static PyObject *Calls_new(PyTypeObject *type, PyObject *args, PyObject *words) {
-    PyObject *capsule, *tensor;
+    PyObject *capsule, *tensor, *grad_enabled;
     unsigned long long launch, current, context, reported;
     int count, step, tensors, written, keys;
-    if (!PyArg_ParseTuple(args, "OO(KKK)(Kii)iii", &capsule, &tensor, &launch, &current, &context, &reported, &count, &step,
+    if (!PyArg_ParseTuple(args, "OOO(KKK)(Kii)iii", &capsule, &tensor, &grad_enabled, &launch, &current, &context, &reported, &count, &step,
                           &tensors, &written, &keys))
         return NULL;
     const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
@@ -394,6 +397,7 @@ static PyObject *Calls_new(PyTypeObject *type, PyObject *args, PyObject *words) 
     self->exchange = exchange;
     self->capsule = Py_NewRef(capsule);
     self->tensor = Py_NewRef(tensor);
+    self->grad_enabled = Py_NewRef(grad_enabled);
     self->launch = (LaunchKernel)(uintptr_t)launch;
     self->current = (CurrentContext)(uintptr_t)current;
     self->context = (void *)(uintptr_t)context;
@@ -406,9 +410,9 @@ static PyObject *Calls_new(PyTypeObject *type, PyObject *args, PyObject *words) 
     return (PyObject *)self;
 }
 
-PyDoc_STRVAR(calls_doc, "Calls(exchange, tensor, driver, reports, tensors, written, keys)\n--\n\n"
+PyDoc_STRVAR(calls_doc, "Calls(exchange, tensor, grad_enabled, driver, reports, tensors, written, keys)\n--\n\n"
 "Launches that are kept, of one operation of one rank.\n\n"
-"exchange, tensor: torch's capsule of DLPack's exchange API, and its class of tensors.\n"
+"exchange, tensor, grad_enabled: torch's capsule of DLPack's exchange API, its class of tensors, is_grad_enabled.\n"
 "driver: addresses of cuLaunchKernelEx and cuCtxGetCurrent, and the context that must be current.\n"
 "reports: (address, count, step): every step-th of so many words must be 0.\n"
 "tensors, keys: how many a call has; written: which tensor the kernel writes, -1: none of them.");

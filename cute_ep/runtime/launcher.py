@@ -68,4 +68,5 @@ def make_calls(context: int, reports: tuple[int, int, int], tensors: int, writte
         raise EPError(f"compiled launcher: {why}")
     launcher = import_module("cute_ep.runtime._launcher")
     driver = *driver_addresses(), context
-    return launcher.Calls(exchange_api(), torch.Tensor, driver, reports, tensors, written, keys)
+    of_torch = exchange_api(), torch.Tensor, torch.is_grad_enabled
+    return launcher.Calls(*of_torch, driver, reports, tensors, written, keys)

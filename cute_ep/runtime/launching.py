@@ -90,9 +90,12 @@ class Launching(EPCommunicator):
         like one before."""
         return self._repeats is not None and rounds.sent - rounds.received <= outstanding
 
-    def _is_whole(self, dispatched: Dispatched) -> bool:
-        """Whether it is a batch of this communicator of which nothing need be checked."""
-        return isinstance(dispatched, Dispatched) and dispatched.is_whole(self.origin)
+    def _whole(self, dispatched: Dispatched) -> bool | None:
+        """Whether it is a batch of this communicator of which nothing need be checked; False: it was put together from
+        tensors, which are. None: it is neither."""
+        if not isinstance(dispatched, Dispatched):
+            return None
+        return False if dispatched.stamp is None else dispatched.is_whole(self.origin) or None
 
     def _launch_again(
         self,

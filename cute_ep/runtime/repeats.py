@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from cute_ep.api.buffers import DispatchBuffers
+from cute_ep.api.buffers import DispatchBuffers, buffer_shapes, rows_for
 from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
@@ -66,8 +66,8 @@ OPERATIONS = {
     "dispatch": Operation((*SENT, SEEN), 4),
     "dispatch_async": Operation(SENT, 4),
     "dispatch_wait": Operation((READ, READ, SEEN), 3),
-    "combine": Operation(("rows.data", SEEN, *LEFT, *SUMMED), 8),
-    "combine_async": Operation(("rows.data", SEEN, *LEFT, READ), 7),
+    "combine": Operation(("rows.data", *LEFT, SEEN, SEEN, SEEN, *SUMMED), 9),
+    "combine_async": Operation(("rows.data", *LEFT, SEEN, SEEN, SEEN, READ), 8),
     "combine_wait": Operation(("rows.data", SEEN, *SUMMED), 8),
 }
 """The tensors are those that the functions below return, and then the keys."""
@@ -92,25 +92,28 @@ def _tokens(out: DispatchBuffers | None) -> torch.Tensor | None:
     return out.tokens if type(out) is DispatchBuffers else None
 
 
-def of_combine(rows: torch.Tensor, dispatched: Dispatched, mode: str, options: SumOptions) -> Kind:
-    """Of `combine`, of a batch that is whole. How many rows that has is in the extents of its `tokens`."""
-    return rows, *_left(dispatched), *_summed(dispatched, mode, options)
+def of_combine(rows: torch.Tensor, dispatched: Dispatched, whole: bool, mode: str, options: SumOptions) -> Kind:
+    """Of `combine`, of a batch that is whole or was put together from tensors. `tokens` tell how many rows it has."""
+    return rows, *_left(dispatched, whole), *_summed(dispatched, mode, options), None if whole else dispatched.rank
 
 
-def of_returned(rows: torch.Tensor, dispatched: Dispatched, mode: str) -> Kind:
+def of_returned(rows: torch.Tensor, dispatched: Dispatched, whole: bool, mode: str) -> Kind:
     """Of `combine_async`, as above."""
-    return rows, *_left(dispatched), dispatched.topk_ids, None, mode, *_how(dispatched)
+    read = rows, *_left(dispatched, whole), dispatched.topk_ids
+    return *read, None, mode, *_how(dispatched), None if whole else dispatched.rank
 
 
 def of_summed(pending: PendingCombine, options: SumOptions) -> Kind:
-    """Of `combine_wait`, as above."""
+    """Of `combine_wait`."""
     dispatched, mode, rows = pending
     return rows, dispatched.buffers.tokens, *_summed(dispatched, mode, options)
 
 
-def _left(dispatched: Dispatched) -> Kind:
+def _left(dispatched: Dispatched, whole: bool) -> Kind:
+    """With the tensors that are checked of a batch that is not whole."""
     buffers = dispatched.buffers
-    return buffers.tokens, buffers.row_map, buffers.headers, buffers.weights
+    checked = (None, None) if whole else (buffers.row_offsets, buffers.num_rows)
+    return buffers.row_map, buffers.headers, buffers.weights, buffers.tokens, *checked
 
 
 def _summed(dispatched: Dispatched, mode: str, options: SumOptions) -> Kind:
@@ -153,7 +156,7 @@ class Repeats:
         kernels: Mapping[str, Kernel],
         reports: tuple[int, int, int],
     ) -> None:
-        self._cfg, self._device = cfg, device
+        self._cfg, self._device, self._shapes = cfg, device, buffer_shapes(cfg, rows_for(cfg, None))
         context = kernels["dispatch"].context
         self.calls: dict[str, Calls] = {
             name: make_calls(context, reports, len(one.tensors), one.written, one.keys)
@@ -206,6 +209,6 @@ class Repeats:
         )
 
     def _new_buffers(self) -> Made:
-        made = DispatchBuffers.allocate(self._cfg, self._device)
+        made = DispatchBuffers.of_shapes(self._cfg, self._device, self._shapes)
         own = vars(made)
         return made, tuple([own[name] for name in (*WRITTEN, "scales")])

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from cute_ep.api.buffers import tensors_of
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime.communicator import Communicator
@@ -247,16 +249,68 @@ def test_python_launches_what_needs_more_than_a_launch(
             assert [launch.grid for launch in list(launches)[-2:]] == [3, 3]
 
 
-def test_subclasses_and_gradients_that_nobody_computes_are_left_to_python(
-    rank: Communicator, launches: Launches
-) -> None:
+def test_subclasses_are_left_to_python(rank: Communicator, launches: Launches) -> None:
     given, _ = warm(rank, launches)
     before = launches.compiled.count
     with torch.no_grad():
-        for x in (grads(given["x"]), torch.nn.Parameter(given["x"]), given["x"].as_subclass(Subclass)):
+        for x in (torch.nn.Parameter(given["x"]), given["x"].as_subclass(Subclass)) * 2:
             rank.dispatch(**given | {"x": x})
             assert launches.last().arguments["input.x"] == x.data_ptr()
     assert launches.compiled.count == before
+
+
+def test_gradients_that_nobody_computes_are_no_reason_to_decline(rank: Communicator, launches: Launches) -> None:
+    given, returned = warm(rank, launches)
+    given |= {"x": grads(given["x"])}
+    with torch.no_grad():
+        rank.dispatch(**given)
+        with compiled(launches):
+            rank.dispatch(**given)
+        returned |= {"dispatched": rank.dispatch(*inputs()), "out": grads(returned["out"])}
+        with launches.forbidden(), pytest.raises(EPInputError, match=r"out\.requires_grad = True"):
+            rank.combine(**returned)
+    with launches.forbidden(), pytest.raises(EPInputError, match=r"x\.requires_grad = True: must be False while"):
+        rank.dispatch(**given)
+
+
+PLAIN_MISTAKES: dict[str, Callable[[Given], Given]] = {
+    "offsets of another type": lambda tensors: {"row_offsets": tensors["row_offsets"].long()},
+    "numbers of rows": lambda tensors: {"num_rows": torch.zeros(2, dtype=torch.int32)},
+    "map of another shape": lambda tensors: {"row_map": tensors["row_map"][:, :3]},
+    "headers with other strides": lambda tensors: {"headers": tensors["headers"].t().contiguous().t()},
+    "weights of another type": lambda tensors: {"weights": tensors["weights"].double()},
+    "tokens elsewhere": lambda tensors: {"tokens": tensors["tokens"].to("meta")},
+    "another rank": lambda tensors: {"rank": 1},
+    "slices": lambda tensors: {"return_slices_log2": 40},
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_MISTAKES)
+def test_a_batch_of_tensors_is_launched_again_or_refused(rank: Communicator, launches: Launches, name: str) -> None:
+    """What was put together from tensors is as good as what its tensors are, in fused calls and halves."""
+    batch = rank.dispatch(*inputs())
+    rows, tensors = expert_rows(batch), tensors_of(batch)
+    about = {"rank": 0, "topk_ids": batch.topk_ids, "router_weights": None, "weighted": True, "return_slices_log2": 0}
+
+    def put_together(**changes: Any) -> Dispatched:
+        others = {name: changes.pop(name) for name in list(changes) if name in about}
+        return Dispatched.of_tensors(tensors | changes, **about | others)
+
+    def both(batch: Dispatched) -> None:
+        rank.combine(rows, batch)
+        rank.combine_wait(rank.combine_async(rows, batch))
+
+    both(put_together())
+    with compiled(launches, 3):
+        both(put_together())
+    want = batch.row_map.data_ptr(), batch.headers.data_ptr(), batch.weights.data_ptr()
+    assert launches.last("combine_async").values("batch.row_map", "batch.headers", "batch.weights") == want
+    wrong = put_together(**PLAIN_MISTAKES[name](tensors))
+    for call in (lambda: rank.combine(rows, wrong), lambda: rank.combine_async(rows, wrong)):
+        with launches.forbidden():
+            found = refusal(call)
+            with by_python(rank):
+                assert refusal(call) == found
 
 
 def test_ranks_that_share_a_gpu_launch_on_their_stream(make_rank: MakeRank, launches: Launches) -> None:
