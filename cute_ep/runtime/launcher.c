@@ -48,6 +48,7 @@ typedef int (*CurrentContext)(void **context);
 enum { VECTOR_BYTES = 16, MOST_DIMS = 4, MOST_TENSORS = 16, MOST_KEYS = 10, MOST_MADE = 24, MOST_NUMBERS = 256 };
 enum { READ = -1, SEEN = -2, MOST_SPANS = 32, BUCKETS = 256, MOST_KEPT = 512 };
 
+enum { TENSOR = 1, ADDRESS = 2 };
 typedef struct {  // what Python's rules are about; compared byte by byte
     int64_t shape[MOST_DIMS], strides[MOST_DIMS];
     Device device;
@@ -85,6 +86,7 @@ typedef struct {
     void *context;
     const volatile uint32_t *words;
     int count, step, tensors, written, keys, kept;
+    unsigned addresses;  // bits of the arguments that may be addresses
     Kept *buckets[BUCKETS];
 } Calls;
 
@@ -119,9 +121,14 @@ static bool is_false(PyObject *flag) {
 }
 
 // What an argument is. False: it is declined.
-static bool look(const Calls *self, PyObject *object, bool written, Argument *into) {
+static bool look(const Calls *self, PyObject *object, int place, Argument *into) {
     memset(into, 0, sizeof *into);
     if (object == Py_None) return true;
+    if (self->addresses >> place & 1 && PyLong_Check(object)) {  // of memory that Python need not check
+        into->data = PyLong_AsVoidPtr(object);
+        into->kind.given = ADDRESS;
+        return !PyErr_Occurred();
+    }
     if ((PyObject *)Py_TYPE(object) != self->tensor) return false;
     View view;
     if (self->exchange->view_of(object, &view)) {
@@ -133,9 +140,9 @@ static bool look(const Calls *self, PyObject *object, bool written, Argument *in
     bool integers = view.element.code == SIGNED || view.element.code == UNSIGNED;  // which require no gradient
     kind->gradient = !integers && !is_false(PyObject_GetAttr(object, REQUIRES_GRAD));
     if (kind->gradient && !is_false(PyObject_CallObject(self->grad_enabled, NULL))) return false;
-    kind->inference = written && !is_false(PyObject_CallMethodObjArgs(object, IS_INFERENCE, NULL));
+    kind->inference = place == self->written && !is_false(PyObject_CallMethodObjArgs(object, IS_INFERENCE, NULL));
     into->data = view.data + view.offset;
-    kind->given = true;
+    kind->given = TENSOR;
     kind->dims = (uint8_t)view.dims;
     kind->remainder = (uintptr_t)into->data % VECTOR_BYTES;
     kind->element = view.element;
@@ -153,7 +160,7 @@ static bool look(const Calls *self, PyObject *object, bool written, Argument *in
 
 static bool look_at_all(const Calls *self, PyObject *const *tensors, Argument *into) {
     for (int i = 0; i < self->tensors; i++)
-        if (!look(self, tensors[i], i == self->written, into + i)) return false;
+        if (!look(self, tensors[i], i, into + i)) return false;
     return true;
 }
 
@@ -382,8 +389,9 @@ static PyObject *Calls_new(PyTypeObject *type, PyObject *args, PyObject *words) 
     PyObject *capsule, *tensor, *grad_enabled;
     unsigned long long launch, current, context, reported;
     int count, step, tensors, written, keys;
-    if (!PyArg_ParseTuple(args, "OOO(KKK)(Kii)iii", &capsule, &tensor, &grad_enabled, &launch, &current, &context, &reported, &count, &step,
-                          &tensors, &written, &keys))
+    unsigned addresses;
+    if (!PyArg_ParseTuple(args, "OOO(KKK)(Kii)iiiI", &capsule, &tensor, &grad_enabled, &launch, &current, &context, &reported, &count, &step,
+                          &tensors, &written, &keys, &addresses))
         return NULL;
     const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!exchange) return NULL;
@@ -406,16 +414,18 @@ static PyObject *Calls_new(PyTypeObject *type, PyObject *args, PyObject *words) 
     self->step = step;
     self->tensors = tensors;
     self->written = written;
+    self->addresses = addresses;
     self->keys = keys;
     return (PyObject *)self;
 }
 
-PyDoc_STRVAR(calls_doc, "Calls(exchange, tensor, grad_enabled, driver, reports, tensors, written, keys)\n--\n\n"
+PyDoc_STRVAR(calls_doc, "Calls(exchange, tensor, grad_enabled, driver, reports, tensors, written, keys, addresses)\n--\n\n"
 "Launches that are kept, of one operation of one rank.\n\n"
 "exchange, tensor, grad_enabled: torch's capsule of DLPack's exchange API, its class of tensors, is_grad_enabled.\n"
 "driver: addresses of cuLaunchKernelEx and cuCtxGetCurrent, and the context that must be current.\n"
 "reports: (address, count, step): every step-th of so many words must be 0.\n"
-"tensors, keys: how many a call has; written: which tensor the kernel writes, -1: none of them.");
+"tensors, keys: how many a call has; written: which tensor the kernel writes, -1: none of them.\n"
+"addresses: bits of those that may be addresses instead, of memory that need not be checked.");
 static PyMethodDef METHODS[] = {
     {"launch", (PyCFunction)(void (*)(void))Calls_launch, METH_FASTCALL, launch_doc},
     {"add", Calls_add, METH_VARARGS, add_doc},

@@ -38,7 +38,19 @@ def missing() -> str | None:
         import_module("cute_ep.runtime._launcher")
     except ImportError as error:
         return f"it was not compiled, or not for this Python ({error})"
-    return None if exchange_api() else f"torch {torch.__version__} has no DLPack exchange API, as 2.11 has"
+    if exchange_api() is None:
+        return f"torch {torch.__version__} has no DLPack exchange API, as 2.11 has"
+    try:
+        _calls((0, 0, 0), (0, 0, 1), 1, -1, 1)
+    except (TypeError, ValueError) as error:
+        return f"torch {torch.__version__}: {error}"
+    return None
+
+
+def _calls(driver: tuple[int, int, int], reports: tuple[int, int, int], *numbers: int, addresses: int = 0) -> Calls:
+    launcher = import_module("cute_ep.runtime._launcher")
+    of_torch = exchange_api(), torch.Tensor, torch.is_grad_enabled
+    return launcher.Calls(*of_torch, driver, reports, *numbers, addresses)
 
 
 def driver_addresses() -> tuple[int, int]:
@@ -51,7 +63,9 @@ def driver_addresses() -> tuple[int, int]:
     return launch.value or 0, current.value or 0
 
 
-def make_calls(context: int, reports: tuple[int, int, int], tensors: int, written: int, keys: int) -> Calls:
+def make_calls(
+    context: int, reports: tuple[int, int, int], tensors: int, written: int, keys: int, addresses: int = 0
+) -> Calls:
     """Launches of one operation of one rank, none at first.
 
     Args:
@@ -59,6 +73,7 @@ def make_calls(context: int, reports: tuple[int, int, int], tensors: int, writte
         reports: (address, words, step) of host memory: while every step-th word is 0 no call need be refused.
         tensors, keys: how many a call has.
         written: the tensor among them that the kernel writes; -1: none.
+        addresses: bits of those that may be addresses instead, of memory that need not be checked.
 
     Raises:
         EPError: the launcher is `missing`, or there is no CUDA driver.
@@ -66,7 +81,4 @@ def make_calls(context: int, reports: tuple[int, int, int], tensors: int, writte
     why = missing()
     if why is not None:
         raise EPError(f"compiled launcher: {why}")
-    launcher = import_module("cute_ep.runtime._launcher")
-    driver = *driver_addresses(), context
-    of_torch = exchange_api(), torch.Tensor, torch.is_grad_enabled
-    return launcher.Calls(*of_torch, driver, reports, tensors, written, keys)
+    return _calls((*driver_addresses(), context), reports, tensors, written, keys, addresses=addresses)

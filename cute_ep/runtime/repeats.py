@@ -61,6 +61,11 @@ class Operation(NamedTuple):
         """Which tensor is combine's output; -1: there is none."""
         return self.tensors.index("sums.out") if "sums.out" in self.tensors else -1
 
+    @property
+    def addresses(self) -> int:
+        """Bits of what dispatch has left, which may be addresses."""
+        return sum(1 << place for place, one in enumerate(self.tensors) if one in LEFT)
+
 
 OPERATIONS = {
     "dispatch": Operation((*SENT, SEEN), 4),
@@ -110,10 +115,15 @@ def of_summed(pending: PendingCombine, options: SumOptions) -> Kind:
 
 
 def _left(dispatched: Dispatched, whole: bool) -> Kind:
-    """With the tensors that are checked of a batch that is not whole."""
+    """With the tensors that are checked of a batch that is not whole. Makes none that are not there yet."""
     buffers = dispatched.buffers
-    checked = (None, None) if whole else (buffers.row_offsets, buffers.num_rows)
-    return buffers.row_map, buffers.headers, buffers.weights, buffers.tokens, *checked
+    if not whole:
+        checked = buffers.tokens, buffers.row_offsets, buffers.num_rows
+    else:
+        checked = buffers.tokens, None, None
+        if buffers.memory.carving is not None:
+            return *buffers.memory.carving.addresses_of("row_map", "headers", "weights"), *checked
+    return buffers.row_map, buffers.headers, buffers.weights, *checked
 
 
 def _summed(dispatched: Dispatched, mode: str, options: SumOptions) -> Kind:
@@ -159,7 +169,7 @@ class Repeats:
         self._cfg, self._device, self._shapes = cfg, device, buffer_shapes(cfg, rows_for(cfg, None))
         context = kernels["dispatch"].context
         self.calls: dict[str, Calls] = {
-            name: make_calls(context, reports, len(one.tensors), one.written, one.keys)
+            name: make_calls(context, reports, len(one.tensors), one.written, one.keys, one.addresses)
             for name, one in OPERATIONS.items()
         }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from cute_ep.runtime import launcher
 from tests.fake_gpu import MakeRank, inputs
 
 SOURCE = Path(launcher.__file__).with_suffix(".c")
+EXCHANGE = b"dlpack_exchange_api"
 COMPILER = shutil.which("gcc")
 FLAGS = ("-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-missing-field-initializers")
 
@@ -57,6 +61,20 @@ def test_an_older_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launcher.missing() == f"torch {torch.__version__} has no DLPack exchange API, as 2.11 has"
 
 
+@pytest.mark.usefixtures("asked_again")
+@pytest.mark.skipif(launcher.missing() is not None, reason="it is not here")
+def test_a_torch_with_another_table_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one of a later major version, or none at all."""
+    table = (ctypes.c_uint32 * 32)(2)
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", capsule(ctypes.addressof(table), EXCHANGE, None))
+    assert launcher.missing() == f"torch {torch.__version__}: exchange: must be DLPack 1"
+    launcher.missing.cache_clear()
+    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", 5)
+    assert str(launcher.missing()).startswith(f"torch {torch.__version__}: ")
+
+
 def test_without_a_driver_there_are_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
@@ -64,6 +82,38 @@ def test_without_a_driver_there_are_no_addresses(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(launcher.ctypes, "CDLL", gone)
     with pytest.raises(EPError, match=r"^CUDA driver: libcuda\.so\.1: cannot open"):
         launcher.driver_addresses()
+
+
+BLOCKED = """
+#include <unistd.h>
+int launch(const void *config, volatile int *opened, void **parameters, void **extra) {
+    for (int i = 0; i < 5000; i++)
+        if (*opened) return 0; else usleep(1000);
+    return 1;
+}
+int current(void **context) { *context = 0; return 0; }
+"""
+"""A driver whose queue is full until a word is not 0, for 5 s at most."""
+
+
+@pytest.mark.skipif(launcher.missing() is not None or COMPILER is None, reason="it is not here, or no C compiler")
+def test_other_threads_run_while_the_driver_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have to launch what the queue waits for."""
+    (tmp_path / "driver.c").write_text(BLOCKED)
+    command = [COMPILER, "-shared", "-fPIC", tmp_path / "driver.c", "-o", tmp_path / "driver.so"]
+    subprocess.run(command, check=True)
+    library, opened = ctypes.CDLL(str(tmp_path / "driver.so")), ctypes.c_int(0)
+    addresses = [ctypes.cast(one, ctypes.c_void_p).value for one in (library.launch, library.current)]
+    monkeypatch.setattr(launcher, "driver_addresses", lambda: addresses)
+    calls, one, found = launcher.make_calls(0, (0, 0, 4), 1, -1, 1), torch.ones(3), []
+    kernel = ctypes.addressof(opened), 512, 48, bytes(8), bytes(2)
+    assert calls.add((one,), (None,), (0,), kernel, 4, False, False, b"", None, (), "launched")
+    thread = threading.Thread(target=lambda: found.append(calls.launch(0, False, one, None)))
+    thread.start()
+    time.sleep(0.05)
+    opened.value = 1
+    thread.join()
+    assert found == [("launched", None)]
 
 
 @pytest.mark.skipif(launcher.missing() is not None, reason="it is not here")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.variants import NO_HOOKS
 from cute_ep.runtime.launcher import missing
@@ -118,7 +119,7 @@ COMBINES: dict[str, tuple[EPConfig, dict[str, Any]]] = {
 @pytest.mark.parametrize("own", [True, False], ids=["given output", "new output"])
 @pytest.mark.parametrize("name", COMBINES)
 def test_a_combine_is_launched_as_by_python(make_rank: MakeRank, launches: Launches, name: str, own: bool) -> None:
-    """Of batches in given and in new buffers, with other tensors than those of the calls before."""
+    """Of batches in new buffers, in allocated and in carved ones, with other tensors than those of the calls before."""
     cfg, options = COMBINES[name]
     rank = make_rank(cfg, hooks=HOOKS if "epilogue_data" in options else NO_HOOKS)
     shape = (TOKENS, cfg.top_k, cfg.hidden) if name == "unweighted" else (TOKENS, cfg.hidden)
@@ -126,14 +127,18 @@ def test_a_combine_is_launched_as_by_python(make_rank: MakeRank, launches: Launc
     def output() -> torch.Tensor | None:
         return torch.zeros(shape, dtype=options.get("dtype", torch.bfloat16)) if own else None
 
-    for out in (None, rank.allocate()):
-        first = rank.dispatch(**arguments(cfg), out=out)
-        rank.combine(expert_rows(first), first, out=output(), **options)
-        batch = rank.dispatch(**arguments(cfg), out=out)
-        rows, result = expert_rows(batch), output()
+    for make in (lambda: None, rank.allocate, lambda: DispatchBuffers.carve(cfg, rank.device)):
+        first = rank.dispatch(**arguments(cfg), out=make())
+        rank.combine(torch.zeros(cfg.max_rows, cfg.hidden, dtype=torch.bfloat16), first, out=output(), **options)
+        batch = rank.dispatch(**arguments(cfg), out=make())
+        rows, result = torch.zeros(cfg.max_rows, cfg.hidden, dtype=torch.bfloat16), output()
+        made = set(vars(batch.buffers))
         with compiled(launches):
             summed = rank.combine(rows, batch, out=result, **options)
         got = launches.last()
+        assert set(vars(batch.buffers)) == made, "tensors that only kernels read"
+        left = batch.row_map.data_ptr(), batch.headers.data_ptr(), batch.weights.data_ptr()
+        assert got.values("batch.row_map", "batch.headers", "batch.weights") == left
         assert got.arguments["sums.out"] == summed.data_ptr() and (summed is result or not own)
         assert (summed.shape, summed.dtype) == (shape, options.get("dtype", torch.bfloat16))
         with by_python(rank):
@@ -218,8 +223,7 @@ def test_launches_are_early_after_one_that_allows_it(make_rank: MakeRank, launch
             assert (launches.last().early, rank._pdl) == (allowed and before, allowed)
 
 
-def test_other_threads_launch_while_one_waits_for_the_driver(make_rank: MakeRank, launches: Launches) -> None:
-    """Each with its own arguments."""
+def test_threads_launch_their_own_arguments(make_rank: MakeRank, launches: Launches) -> None:
     rank = make_rank(BF16)
     rank.dispatch(**arguments(BF16))
     given = [arguments(BF16) for _ in range(40)]
