@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 READ_BY_COMBINE = ("tokens", "row_offsets", "row_map", "headers")
 """Tensors that a combine in any mode reads or checks; partial mode multiplies by `weights` too."""
 
+NOTHING: dict[str, Tensor | None] = dict.fromkeys(BUFFERS)
+
 T = TypeVar("T")
 
 
@@ -140,13 +142,14 @@ class Dispatched:
         Raises:
             EPInputError: a name is unknown, or a tensor that combine needs is missing.
         """
-        for name in tensors:
-            if name not in BUFFERS:
-                raise EPInputError(f"tensors[{name!r}]: must be one of {', '.join(BUFFERS)}")
+        every = {**NOTHING, **tensors}
+        if len(every) > len(BUFFERS):
+            name = next(name for name in tensors if name not in BUFFERS)
+            raise EPInputError(f"tensors[{name!r}]: must be one of {', '.join(BUFFERS)}")
         for name in READ_BY_COMBINE:
-            if tensors.get(name) is None:
+            if every[name] is None:
                 raise EPInputError(f"tensors[{name!r}] = None: must be what dispatch wrote, combine reads it")
-        buffers = DispatchBuffers.of(dict.fromkeys(BUFFERS) | dict(tensors))
+        buffers = DispatchBuffers.of(every)
         return cls(buffers, rank, topk_ids, router_weights, return_slices_log2, weighted=weighted, frame=frame)
 
     def derived(

@@ -85,8 +85,8 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def _refuse_gradient(**tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if _needs_gradient(tensor):
+    for name, tensor in tensors.items() if torch.is_grad_enabled() else ():
+        if tensor is not None and tensor.requires_grad:
             raise EPInputError(
                 f"{name}.requires_grad = True: must be False, calls into given memory compute no gradient; call under "
                 "torch.no_grad(), or use dispatch and combine"

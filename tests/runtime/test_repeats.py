@@ -14,6 +14,7 @@ import torch
 
 from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPError
 from cute_ep.layouts.maps.variants import NO_HOOKS
 from cute_ep.runtime.launcher import missing
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
@@ -261,6 +262,29 @@ def test_nothing_is_kept_alive(make_rank: MakeRank, launches: Launches) -> None:
     del rank
     gc.collect()
     assert ranks() is None and repeats() is None
+
+
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError, KeyboardInterrupt])
+def test_what_ends_an_allocation_ends_the_call(
+    make_rank: MakeRank, launches: Launches, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Nothing was launched and no round counted; after an interrupt, whenever it came, no call is taken."""
+    rank, given = make_rank(BF16), arguments(BF16)
+    rank.dispatch(**given)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with launches.forbidden(), monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(DispatchBuffers, "of_shapes", fail)
+        rank.dispatch(**given)
+    assert (rank._dispatches.sent, rank.failed) == (1, error is KeyboardInterrupt)
+    if error is KeyboardInterrupt:
+        with launches.forbidden(), pytest.raises(EPError, match="was interrupted"):
+            rank.dispatch(**given)
+    else:
+        with compiled(launches):
+            rank.dispatch(**given)
 
 
 def test_buffers_at_the_place_of_others_are_told_from_them(make_rank: MakeRank, launches: Launches) -> None:
