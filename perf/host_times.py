@@ -43,21 +43,21 @@ def rounds(ep: Communicator, tokens: int) -> dict[str, Callable[[], object]]:
 
     def halves() -> None:
         batch = ep.dispatch_wait(ep.dispatch_async(x, ids, weights), out)
-        ep.combine_wait(ep.combine_async(rows, batch), out=result)
+        ep.combine_wait(ep.combine_async(rows, batch, mode="partial"), out=result)
 
     def into() -> None:
         batch = cute_ep.ops.dispatch_into(x, ids, weights, comm, out)
-        cute_ep.ops.combine_into(rows, batch, result)
+        cute_ep.ops.combine_into(rows, batch, result, mode="partial")
 
     def differentiable() -> None:
-        cute_ep.ops.combine(tracked_rows, cute_ep.ops.dispatch(tracked, ids, weights, comm))
+        cute_ep.ops.combine(tracked_rows, cute_ep.ops.dispatch(tracked, ids, weights, comm), mode="partial")
 
     found: dict[str, Callable[[], object]] = {
-        "pair": lambda: ep.combine(rows, ep.dispatch(x, ids, weights, out=out), out=result),
-        "pair, new memory": lambda: ep.combine(rows, ep.dispatch(x, ids, weights)),
+        "pair": lambda: ep.combine(rows, ep.dispatch(x, ids, weights, out=out), mode="partial", out=result),
+        "pair, new memory": lambda: ep.combine(rows, ep.dispatch(x, ids, weights), mode="partial"),
         "halves": halves,
         "ops, given memory": into,
-        "ops": lambda: cute_ep.ops.combine(rows, cute_ep.ops.dispatch(x, ids, weights, comm)),
+        "ops": lambda: cute_ep.ops.combine(rows, cute_ep.ops.dispatch(x, ids, weights, comm), mode="partial"),
     }
     return found if cfg.format.scale else found | {"ops with gradients": differentiable}
 
