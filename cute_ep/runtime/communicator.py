@@ -113,11 +113,11 @@ class Communicator(Launching):
 
     def _dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Dispatched:
         kind = of_dispatch(given, out) if self._may_repeat(self._dispatches) else None
-        again = self._launch_again("dispatch", kind, self._dispatches.count_fused)
+        again = self._launch_again("dispatch", kind, self._dispatches.count_fused, out=out)
         if again is not None:
             shape, made = again
             sent = PendingDispatch(given.topk_ids, given.router_weights, shape.return_slices_log2, (), given.frame)
-            return self._received_again(out or made, sent)
+            return Dispatched.received(out or made, self.origin, sent)
         self._check_dispatch(given)
         call, sent = self._fused_dispatch(given, out)
         batch = self._launch_dispatch(call, sent, given)
@@ -179,9 +179,9 @@ class Communicator(Launching):
 
     def _receive_dispatch(self, pending: PendingDispatch, out: DispatchBuffers | None) -> Dispatched:
         kind = of_received(pending, out) if self._may_repeat(self._dispatches, MAX_OUTSTANDING) else None
-        again = self._launch_again("dispatch_wait", kind, self._dispatches.count_received)
+        again = self._launch_again("dispatch_wait", kind, self._dispatches.count_received, out=out)
         if again is not None:
-            return self._received_again(out or again[1], pending)
+            return Dispatched.received(out or again[1], self.origin, pending)
         buffers, kernel, received, scales = self._receiving("dispatch_wait", out)
         if out is not None:
             self._cache.check_apart(out, topk_ids=pending.topk_ids, router_weights=pending.router_weights)
@@ -223,11 +223,6 @@ class Communicator(Launching):
     def _received(self, call: Call, sent: PendingDispatch) -> Dispatched:
         assert call.out is not None
         return Dispatched.received(call.out, self.origin, sent)
-
-    def _received_again(self, out: DispatchBuffers, sent: PendingDispatch) -> Dispatched:
-        """The batch of a repeated launch into these buffers."""
-        out.memory.generation.number += 1  # what it held is gone
-        return Dispatched.received(out, self.origin, sent)
 
     # ---- combine
 

@@ -173,8 +173,9 @@ static uint64_t mark_of(const Calls *self, const Argument *arguments, PyObject *
 static bool same(const Calls *self, const Kept *kept, const Argument *arguments, PyObject *const *keys) {
     for (int i = 1; i < self->keys; i++)
         if (kept->keys[i] != keys[i]) return false;
-    PyObject *first = kept->keys[0] == Py_None ? Py_None : PyWeakref_GetObject(kept->keys[0]);
-    if (first != keys[0]) return false;
+    if (kept->keys[0] == Py_None || keys[0] == Py_None) {
+        if (kept->keys[0] != keys[0]) return false;
+    } else if (PyWeakref_GetObject(kept->keys[0]) != keys[0]) return false;  // None once it is gone
     for (int i = 0; i < self->tensors; i++)
         if (memcmp(kept->kinds + i, &arguments[i].kind, sizeof(Kind))) return false;
     return true;

@@ -1,8 +1,9 @@
 """The compiled launcher, `launcher.c`, if this installation and this torch have what it takes.
 
-It is C for Python's stable ABI, one file of 400 lines without a dependency. apache-tvm-ffi, which reads tensors by the
-same functions of torch, takes 1.4 us for a call with twelve of them before any check (this takes 0.5 us with checks),
-and would be one more package to keep in step with torch.
+It is C for Python's stable ABI, one file without a dependency. With an empty driver a dispatch of 7 arguments takes it
+0.9 us, a combine of 9 takes 1.3 us. apache-tvm-ffi, which reads tensors by the same functions of torch, takes 0.5 us
+for a call with 3 tensors and 1.4 us for one with 12, before any check, and would be one more package to keep in step
+with torch (one thread of a CPU, 2026-11-26).
 """
 
 from __future__ import annotations

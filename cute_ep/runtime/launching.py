@@ -17,7 +17,7 @@ from cute_ep.api.rounds import Rounds
 from cute_ep.runtime.driver import Kernel
 from cute_ep.runtime.launch_cache import LaunchCache, LaunchShape
 from cute_ep.runtime.parts import RankParts
-from cute_ep.runtime.repeats import Kind, Repeats
+from cute_ep.runtime.repeats import RECEIVING, Kind, Repeats
 from cute_ep.torch_internals import current_stream, profiler_enabled
 
 
@@ -103,12 +103,14 @@ class Launching(EPCommunicator):
         kind: Kind | None,
         count: Callable[..., None],
         pending_of: Callable[[LaunchShape], object] | None = None,
+        out: DispatchBuffers | None = None,
     ) -> tuple[LaunchShape, Any] | None:
         """Launch a call if one of its kind was launched, and count it with `count`, of `Rounds`.
 
         Args:
             kind: of a function of `repeats`; None: the call is not to be launched so.
             pending_of: makes what `count` is given.
+            out: the caller's buffers that it receives into.
 
         Returns:
             Its shape, and what was made for it. None: nothing was launched.
@@ -127,6 +129,8 @@ class Launching(EPCommunicator):
             shape, made = again
             self._pdl = bool(shape.grid.pdl)
             self._streams.add(stream)
+            if operation in RECEIVING:
+                (out or made).memory.generation.number += 1  # what they held is gone
             if pending_of is None:
                 count()
             else:

@@ -25,24 +25,24 @@ from cute_ep.runtime.driver import Kernel
 from cute_ep.runtime.launch_cache import LaunchShape, Spans
 from cute_ep.runtime.launcher import Calls, make_calls
 
-READ, SEEN = -1, -2
+READ, SEEN = -1, -2  # as in launcher.c
 """Places of tensors whose addresses are no parameters: a call reads them, or only their kind matters."""
 SENT = ("input.x", "ids.data", "input.router_weights", "input.global_scale", "input.scales", "input.row_scales")
+"""Addresses of what dispatch is given."""
 LEFT = ("batch.row_map", "batch.headers", "batch.weights")
+"""Those of what dispatch has left for combine."""
 SUMMED = ("ids.data", "sums.router_weights", "sums.epilogue_data", "sums.out")
+"""Those of what combine sums with."""
 RECEIVED = (*(f"out.{name}" for name in WRITTEN), "scales.data")
-"""Parameters that are addresses of new buffers."""
-
+"""Those of new buffers."""
+RECEIVING = ("dispatch", "dispatch_wait")
+SMALL = 256
+"""Python has one object for each number up to this one."""
 
 Kind: TypeAlias = tuple[object, ...]
 """Tensors of a call or None, and then its keys."""
 Made: TypeAlias = tuple[Any, tuple[torch.Tensor | None, ...]]
 """What a call returns, and the tensors in it whose addresses are parameters."""
-
-
-RECEIVING = ("dispatch", "dispatch_wait")
-SMALL = 256
-"""Python has one object for each number up to this one."""
 
 
 class Operation(NamedTuple):
