@@ -98,9 +98,11 @@ wheel: build  ## the wheel with the kernels of all architectures, in dist (ARCH=
 	$(SAY) "packing the wheel, with the kernels in build/library"
 	$(PIP) wheel $(QUIET) . --no-deps --wheel-dir dist $(if $(ARCH),--config-settings arch=$(ARCH))
 	$(SAY) "wrote $$(ls -t dist/*.whl | head -1)"
+	@$(PY) -m zipfile --list $$(ls -t dist/*.whl | head -1) | grep -q _launcher || \
+	    echo "make: without the compiled launcher, since it did not compile here: Python launches all calls"
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) build dist cute_ep/library cute_ep.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist cute_ep/library cute_ep/runtime/*.so cute_ep.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 KERNEL_SOURCES := $(shell find kernels layouts -name '*.py') cute_ep/aot/build.py
 
@@ -123,7 +125,7 @@ build/library/%.stamp: $(VENV)/build.stamp $(KERNEL_SOURCES)
 
 # The environment with this package and torch, all that a demo needs. Over a python that has torch and CUDA, a second
 # layer that sees its packages (also when that python is itself a virtual environment) and leaves it as it is.
-$(VENV)/package.stamp: pyproject.toml
+$(VENV)/package.stamp: pyproject.toml cute_ep/runtime/launcher.c
 	@if $(HAS_GPU) && $(HAS_TORCH); then set -e; \
 	    echo "make: an environment in $(VENV), over the torch of $(PYTHON)"; \
 	    $(PYTHON) -m venv --system-site-packages --without-pip $(VENV); \

@@ -66,6 +66,6 @@ def build_wheel(
 
 
 def _forget() -> None:
-    """Remove what an earlier wheel has left: setuptools packs everything that lies in its build/lib."""
-    shutil.rmtree(PACKED, ignore_errors=True)
-    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
+    """Remove what an earlier wheel has left: setuptools packs everything that lies in its build/lib.PLATFORM."""
+    for folder in (PACKED, *(ROOT / "build").glob("lib.*")):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -65,6 +65,11 @@ def current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
+def exchange_api() -> Any:
+    """The capsule of DLPack's exchange API, by which C reads tensors. None before torch 2.11."""
+    return getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+
+
 def forward_ad_level() -> int:
     """How deep the caller is in forward-mode differentiation; below 0: not at all."""
     return forward_ad._current_level

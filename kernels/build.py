@@ -22,6 +22,7 @@ from cute_ep.kernels.local.copy import Copy
 from cute_ep.kernels.local.count_routes import CountRoutes
 from cute_ep.kernels.local.sum_rows import SumRows
 from cute_ep.kernels.local.swiglu import Rows
+from cute_ep.kernels.local.tell_counts import TellCounts
 from cute_ep.kernels.mail.await_mail import AwaitMail
 from cute_ep.kernels.mail.pack_frame import PackFrame
 from cute_ep.kernels.mail.pack_sums import PackSums
@@ -40,6 +41,7 @@ from cute_ep.layouts.maps.variants import (
     QUANTIZE_KERNEL,
     RANK_MAJOR_SUFFIX,
     SUM_KERNEL,
+    TELL_KERNEL,
     Variant,
 )
 
@@ -78,11 +80,12 @@ def resolve(name: str | None) -> Callable | None:
 
 
 MailKernel: TypeAlias = PackFrame | AwaitMail | UnpackFrames | PackSums | SumNodes | PutMail | SignalMail
-KernelObject: TypeAlias = Dispatch | Combine | Rows | Copy | CountRoutes | SumRows | MailKernel
+KernelObject: TypeAlias = Dispatch | Combine | Rows | Copy | CountRoutes | TellCounts | SumRows | MailKernel
 
 OTHERS: dict[str, Callable[[], KernelObject]] = {
     COPY_KERNEL: Copy,
     COUNT_KERNEL: CountRoutes,
+    TELL_KERNEL: TellCounts,
     SUM_KERNEL: SumRows,
     "pack_frame": PackFrame,
     "await_frames": partial(AwaitMail, Phase.FRAME),

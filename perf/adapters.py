@@ -90,8 +90,9 @@ def run_adapters(
     names: Sequence[str] = tuple(ADAPTERS),
     say: Callable[[str], None] = lambda text: None,
     logs: Path | None = None,
+    checkout: Path | None = None,
 ) -> dict:
-    """Run adapters one after the other in `world` processes.
+    """Run adapters one after the other in `world` processes. `checkout`: as of `perf.peers.run_workers`.
 
     Returns:
         "rows", each with "adapter", "format", "tokens", "rows" (that the first rank receives, one per token and
@@ -108,7 +109,9 @@ def run_adapters(
             left = [*left, name]
     command = partial(peers.worker_command, module="perf.adapter_worker", budgets=BUDGETS_S)
     while left:
-        rows, notes, left = peers.run_workers(left, world, shape, tokens, logs, command=command, budgets=BUDGETS_S)
+        rows, notes, left = peers.run_workers(
+            left, world, shape, tokens, logs, command=command, budgets=BUDGETS_S, checkout=checkout
+        )
         found["rows"] += [{"adapter": row.pop("peer")} | row for row in rows]
         found["notes"] += notes
         say(f"{len(found['rows'])} results")
@@ -132,14 +135,23 @@ def run_deepep(
         "p50_us" and "host_us".
     """
     found = peers.run_peers(gpus, shape, quick, say, [name for name in names if name in peers.PEERS], logs=logs)
-    if WAITING in names and gpus >= 2 and importlib.util.find_spec(peers.MODULES[WAITING]) is not None:
-        command = partial(peers.worker_command, module="perf.deepep_worker", budgets=BUDGETS_S)
-        folder = None if logs is None else logs / "waiting"
-        rows, notes, _ = peers.run_workers([WAITING], gpus, shape, tokens, folder, command=command, budgets=BUDGETS_S)
+    if WAITING in names:
+        rows, notes = run_deepep_waiting(gpus, shape, tokens, None if logs is None else logs / "waiting")
         found["rows"] += rows
-        found["notes"] += [f"DeepEP where its host waits: {note}" for note in notes]
+        found["notes"] += notes
         say(f"{WAITING}: {len(rows)} results where the host waits")
     return found
+
+
+def run_deepep_waiting(
+    gpus: int, shape: Shape, tokens: Sequence[int], logs: Path | None = None
+) -> tuple[list[dict], list[str]]:
+    """Rows of `run_deepep` of dispatches that the host waits for, and notes; none with one GPU or without DeepEP."""
+    if gpus < 2 or importlib.util.find_spec(peers.MODULES[WAITING]) is None:
+        return [], []
+    command = partial(peers.worker_command, module="perf.deepep_worker", budgets=BUDGETS_S)
+    rows, notes, _ = peers.run_workers([WAITING], gpus, shape, tokens, logs, command=command, budgets=BUDGETS_S)
+    return rows, [f"DeepEP where its host waits: {note}" for note in notes]
 
 
 def theirs(run: Mapping, row: Mapping, field: str = "p50_us") -> float | None:

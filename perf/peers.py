@@ -138,6 +138,7 @@ def run_workers(
     *,
     command: Callable[..., list[str]] | None = None,
     budgets: Mapping[str, float] | None = None,
+    checkout: Path | None = None,
 ) -> tuple[list[dict], list[str], Sequence[str]]:
     """Let one process per GPU measure peers of the same library in turn.
 
@@ -145,6 +146,7 @@ def run_workers(
         versions: is given those of the libraries that the processes have loaded.
         command: makes the words of a process, with the arguments of `worker_command`, which is the default.
         budgets: as BUDGETS_S, which is the default.
+        checkout: whose sources are measured, and measure; None: those in the working directory.
 
     Returns:
         The rows measured, notes on what did not end well, and the peers whose turn had not come then.
@@ -158,7 +160,9 @@ def run_workers(
                 words = command(names, rank, world, port, shape, tokens, folder)
                 log = folder / f"rank{rank}.log"
                 with log.open("w") as file:
-                    process = subprocess.Popen(words, stdout=file, stderr=file, env=ENVIRONMENT | os.environ)
+                    process = subprocess.Popen(
+                        words, stdout=file, stderr=file, cwd=checkout, env=ENVIRONMENT | os.environ
+                    )
                 workers.append(Worker(process, log, place_file(folder, rank)))
             codes = wait_for_all(workers, budgets)
             if None in codes and not any(codes):

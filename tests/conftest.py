@@ -1,4 +1,4 @@
-"""Fixtures for all tests; `tests.fake_gpu` says what each of them is."""
+"""Fixtures for all tests; `tests.fake_gpu` and `tests.emulated_counts` say what each of them is."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch: threads of several work
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ["OMP_NUM_THREADS"] = str(max(1, share))
 
+from tests.emulated_counts import telling
 from tests.fake_gpu import gpus, launches, local_launches, make_rank, rank
 
-__all__ = ["gpus", "launches", "local_launches", "make_rank", "rank"]
+__all__ = ["gpus", "launches", "local_launches", "make_rank", "rank", "telling"]
 
 settings.register_profile("cute_ep", deadline=None)  # machines that run tests are busy
 settings.load_profile("cute_ep")

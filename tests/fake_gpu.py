@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +32,11 @@ from cute_ep.layouts.maps.parameters import numbers, parameters_of
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks, Variant
 from cute_ep.runtime import communicator as communicator_module
-from cute_ep.runtime import connection, driver, local_ops, parts, status
+from cute_ep.runtime import connection, driver, launcher, launching, local_ops, parts, status
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.parts import RankParts, load_kernels
 from cute_ep.tuning.builtin import built_in
+from tests.compiled_launches import CONTEXT, CompiledLaunches
 
 ARCH = "sm_90a"
 MAX_CTAS = 64
@@ -95,10 +97,15 @@ class Launch:
 
 
 class Launches:
-    """All launches, the first one first. A prefix of a kernel's name stands for the kernels that begin with it."""
+    """All launches, the first one first. A prefix of a kernel's name stands for the kernels that begin with it.
+
+    Attributes:
+        compiled: those that the compiled launcher makes, among the others here.
+    """
 
     def __init__(self) -> None:
         self._all: list[Launch] = []
+        self.compiled = CompiledLaunches()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -162,11 +169,27 @@ class RecordingKernel:
         other.values = dict(self.values)
         return other
 
+    context = CONTEXT
+
+    def place(self, parameter: str) -> int:
+        return self.slots.index(parameter) if parameter in self.slots else -1
+
+    def described(self, given: Sequence[int]) -> tuple[int, int, int, bytes, bytes]:
+        values = self.values | dict(zip(self.slots, given, strict=False))
+
+        def record(arguments: dict[str, int], *launched: Any) -> None:
+            self.values |= arguments
+            self._record(arguments, *launched)
+
+        return self.launches.compiled.describe([name for name, _ in self.parameters], self.slots, values, record)
+
     def launch(self, grid: int, given: Sequence[int], stream: int, *, early: bool = False, pairs: bool = False) -> None:
         fresh = dict(zip(self.slots, given, strict=False))
         assert len(fresh) == len(given), f"{self.variant.symbol} has no more than {len(self.slots)} parameters"
         self.values |= fresh
-        arguments = dict(self.values)
+        self._record(dict(self.values), grid, stream, early, pairs)
+
+    def _record(self, arguments: dict[str, int], grid: int, stream: int, early: bool, pairs: bool) -> None:
         assert all(type(value) is int for value in arguments.values())
         for name, width in self.parameters:
             assert -(1 << 31) <= arguments.get(name, 0) < 1 << (63 if width == "i64" else 32), name
@@ -245,9 +268,11 @@ MakeRank = Callable[..., Communicator]
 
 
 @pytest.fixture
-def launches() -> Launches:
+def launches() -> Iterator[Launches]:
     """What ranks of `make_rank` have launched."""
-    return Launches()
+    found = Launches()
+    yield found
+    assert not found.compiled.errors
 
 
 @pytest.fixture
@@ -269,7 +294,8 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> MakeRank:
         "take_stream": lambda device: stream,
         "give_back": lambda stream: None,
     }.items():
-        monkeypatch.setattr(communicator_module, name, fake)
+        for module in (communicator_module, launching):
+            monkeypatch.setattr(module, name, fake, raising=False)
     for name, fake in {
         "on_device": lambda device: nullcontext(),
         "Kernel": lambda entry, call: RecordingKernel(entry.variant, launches, call),
@@ -277,6 +303,7 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> MakeRank:
     }.items():
         monkeypatch.setattr(parts, name, fake)
     monkeypatch.setattr(status, "HostMemory", PlainHostMemory)
+    monkeypatch.setattr(launcher, "driver_addresses", lambda: launches.compiled.addresses)
 
     def make(
         cfg: EPConfig = CFG, rank: int = 0, hooks: Hooks = NO_HOOKS, *, shared: bool = False, pairs: bool = False

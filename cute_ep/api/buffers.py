@@ -92,7 +92,11 @@ class DispatchBuffers:
     def allocate(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
         """Uninitialised buffers for `capacity` rows, rounded up to the alignment, or for blocks of as many together;
         None: `cfg.max_rows`, which no routing can exceed. EPInputError: as `rows_for`, `check_capacity`."""
-        shapes = buffer_shapes(cfg, rows_for(cfg, check_capacity(cfg, capacity)))
+        return cls.of_shapes(cfg, device, buffer_shapes(cfg, rows_for(cfg, check_capacity(cfg, capacity))))
+
+    @classmethod
+    def of_shapes(cls, cfg: EPConfig, device: torch.device | str, shapes: Shapes) -> DispatchBuffers:
+        """`allocate`, of `buffer_shapes` of the same configuration."""
         return cls._made(_tensors(shapes, device), Memory(Generation(), cfg))
 
     @classmethod
@@ -103,12 +107,15 @@ class DispatchBuffers:
         return cls._made(_tensors(whole, device), Memory(Generation(), cfg, Carving(pieces, device)))
 
     @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor | None]) -> DispatchBuffers:
+        """Buffers put together from all tensors, as the constructor does in more of the host's time."""
+        return cls._made(tensors, Memory(Generation()))
+
+    @classmethod
     def _made(cls, attributes: Mapping[str, object], memory: Memory) -> DispatchBuffers:
         """Buffers with these attributes; the constructor would ask for all tensors, and not believe `memory`."""
         made = object.__new__(cls)
-        for name, value in attributes.items():
-            object.__setattr__(made, name, value)  # the class is frozen
-        object.__setattr__(made, "memory", memory)
+        vars(made).update(attributes, memory=memory)  # the class is frozen
         return made
 
     def changed(self, changes: Mapping[str, torch.Tensor | None]) -> DispatchBuffers:

@@ -61,6 +61,11 @@ class Carving:
         """Addresses of the first byte and behind the last."""
         return self._first, self._first + self._pieces.words * WORD_BYTES
 
+    def addresses_of(self, *names: str) -> list[int]:
+        """Where some of them begin."""
+        first, begins = self._first, self._pieces.begins
+        return [first + begins[name] for name in names]
+
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, always the same one, and as if it had been made with the memory: no view, so torch counts its
         changes apart from those of the others; an inference tensor if the memory was made in inference mode."""

@@ -198,6 +198,9 @@ class EPCommunicator(ABC):
         """The sending half of `dispatch`; arguments and errors are the same. At most two may be outstanding before
         their `dispatch_wait`."""
         given = DispatchInput(x, topk_ids, router_weights, input_scale, scales, row_scales, frame)
+        again = self._send_dispatch_again(given)
+        if again is not None:
+            return again
         self._check_usable()
         self._dispatches.check_send()
         check_input(self.origin, given)
@@ -277,6 +280,9 @@ class EPCommunicator(ABC):
     ) -> PendingCombine:
         """The sending half of `combine`; arguments and errors are the same. At most two may be outstanding before
         their `combine_wait`."""
+        again = self._send_combine_again(rows, dispatched, mode)
+        if again is not None:
+            return again
         self._check_usable()
         self._combines.check_send()
         check_sent(self.origin, dispatched, mode)
@@ -381,6 +387,10 @@ class EPCommunicator(ABC):
     def _plan_dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Plan[Dispatched]:
         """`plan_dispatch`."""
 
+    def _send_dispatch_again(self, given: DispatchInput) -> PendingDispatch | None:
+        """`dispatch_async`, where it need not be checked since one of the same kind was; None: it must be."""
+        return None
+
     @abstractmethod
     def _send_dispatch(self, given: DispatchInput) -> PendingDispatch:
         """`dispatch_async`, of arguments that were checked."""
@@ -400,6 +410,12 @@ class EPCommunicator(ABC):
         self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
     ) -> Plan[torch.Tensor]:
         """`plan_combine`."""
+
+    def _send_combine_again(
+        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode
+    ) -> PendingCombine | None:
+        """`combine_async`, as above."""
+        return None
 
     @abstractmethod
     def _send_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> PendingCombine:

@@ -28,7 +28,8 @@ def with_plain_strides(tensor: torch.Tensor) -> torch.Tensor:
     for extent in reversed(tensor.shape):
         strides.append(step)
         step *= max(1, extent)
-    return tensor.as_strided(tensor.shape, strides[::-1])
+    plain = tuple(strides[::-1])
+    return tensor if tensor.stride() == plain else tensor.as_strided(tensor.shape, plain)
 
 
 class QuantizedRows(NamedTuple):

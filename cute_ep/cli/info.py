@@ -60,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Print all tables, or JSON. Returns 0; EPConfigError for a shape that breaks a rule."""
+    from cute_ep.runtime.launcher import missing
+
     shape = chosen_shape(args)
     formats = format_names(args.format)
     if len(formats) > 1:
@@ -77,6 +79,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
             return 0
         write_json(Path(args.json), facts)
     print_devices(console)
+    why = missing()
+    console.print(f"launcher: {'compiled' if why is None else f'Python ({why})'}", highlight=False, soft_wrap=True)
     print_table(console, library_table(library))
     if library.entries:
         print_table(console, kernel_table(list(library.entries.values())))
@@ -87,6 +91,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def all_facts(shape: Preset, configs: dict[int, EPConfig], library: Library, command: str) -> dict:
     """What the tables show, in bytes and seconds, for a file of JSON."""
     from cute_ep.bench.machine import environment, link_matrix, nvshmem_found
+    from cute_ep.runtime.launcher import missing
     from cute_ep.runtime.rails.network import slow_network
 
     gpus = gpu_facts()
@@ -98,6 +103,7 @@ def all_facts(shape: Preset, configs: dict[int, EPConfig], library: Library, com
         "sharing": sharing(len(gpus)),
         "nvshmem": nvshmem_found(),
         "slow_network": slow_network(),
+        "launcher_missing": missing(),
         "libraries": library_facts(library),
         "kernels": kernel_counts(list(library.entries.values())),
         "memory": {

@@ -36,4 +36,7 @@ def needs_op(**tensors: Tensor | None) -> bool:
     refuse_transforms(**tensors)
     if count_dispatch_modes():
         return True
-    return any(tensor is not None and type(tensor) not in PLAIN for tensor in tensors.values())
+    for tensor in tensors.values():
+        if tensor is not None and type(tensor) not in PLAIN:
+            return True
+    return False

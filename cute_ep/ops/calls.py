@@ -1,12 +1,13 @@
 """Functions over the ops: they take and return batches, and call the library directly where no op is needed.
 
-A call goes through torch's dispatcher only where something there looks at it: a gradient, a compiler, a mode. Otherwise
-it saves that time.
+A call goes through torch's dispatcher only where something there looks at it: a compiler, a mode. Otherwise it saves
+that time.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -84,8 +85,8 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def _refuse_gradient(**tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if _needs_gradient(tensor):
+    for name, tensor in tensors.items() if torch.is_grad_enabled() else ():
+        if tensor is not None and tensor.requires_grad:
             raise EPInputError(
                 f"{name}.requires_grad = True: must be False, calls into given memory compute no gradient; call under "
                 "torch.no_grad(), or use dispatch and combine"
@@ -125,8 +126,7 @@ def dispatch(
     if needs_op(x=x, topk_ids=topk_ids, router_weights=router_weights):
         call = torch.ops.cute_ep.dispatch
     elif _needs_gradient(x):
-        gradients.check_differentiable(comm)
-        call = torch.ops.cute_ep.dispatch
+        call = partial(gradients.Dispatch.apply, library.dispatch)
     else:
         call = library.dispatch
     made = call(x, topk_ids, sent, input_scale, comm, capacity, clear, frame, _order(comm, x))
@@ -155,8 +155,7 @@ def combine(
     if needs_op(rows=rows, router_weights=kept[1], row_map=batch.row_map):
         call = torch.ops.cute_ep.combine
     elif _needs_gradient(rows, kept[1]):
-        gradients.check_differentiable(comm, mode, weights=_needs_gradient(kept[1]))
-        call = torch.ops.cute_ep.combine
+        call = partial(gradients.Combine.apply, library.combine)
     else:
         call = library.combine
     return call(rows, *kept, comm, mode, dtype, _order(comm, rows))
@@ -191,7 +190,8 @@ def dispatch_into(
         torch.ops.cute_ep.dispatch_out(x, topk_ids, router_weights, input_scale, comm, frame, order, *tensors)
     else:
         library.dispatch_into(x, topk_ids, router_weights, input_scale, comm, frame, buffers)
-    tensors = [x.new_empty(0) if tensor is None else tensor for tensor in tensors]
+    nothing = x.new_empty(0)
+    tensors = [nothing if tensor is None else tensor for tensor in tensors]
     batch = Batch(comm, topk_ids, router_weights, *tensors)
     return batch if frame is None else batch._replace(frame_ids=batch.frame_ids[: registered(comm).nodes * frame])
 

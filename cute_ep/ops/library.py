@@ -71,9 +71,9 @@ def dispatch_into(
     input_scale: Tensor | float | None,
     comm: str,
     frame: int | None,
-    buffers: DispatchBuffers,
+    buffers: DispatchBuffers | None,
 ) -> Dispatched:
-    """Dispatch into these buffers, and remember what combine needs on the host."""
+    """Dispatch into these buffers, or into new ones for any routing, and remember what combine needs on the host."""
     weights = None if router_weights is None else router_weights.contiguous()
     x = x if takes_strides(x) else x.clone(memory_format=torch.contiguous_format)
     communicator = communicator_of(comm)
@@ -102,9 +102,13 @@ def dispatch(
 ) -> tuple[Tensor, ...]:
     """The tensors of `DispatchBuffers`, in their order; those that the configuration has not are empty, and `frame_ids`
     has the rows of its frames only. `clear`: in `new_buffers`; else what dispatch leaves alone holds anything."""
-    buffers = new_buffers(comm, capacity) if clear else communicator_of(comm).allocate(capacity)
-    dispatch_into(x, topk_ids, router_weights, input_scale, comm, frame, buffers)
-    made = {name: x.new_empty(0) if tensor is None else tensor for name, tensor in tensors_of(buffers).items()}
+    buffers = None
+    if clear:
+        buffers = new_buffers(comm, capacity)
+    elif capacity is not None:
+        buffers = communicator_of(comm).allocate(capacity)
+    batch = dispatch_into(x, topk_ids, router_weights, input_scale, comm, frame, buffers)
+    made = {name: x.new_empty(0) if tensor is None else tensor for name, tensor in tensors_of(batch.buffers).items()}
     if frame is not None:
         made["frame_ids"] = made["frame_ids"][: communicator_of(comm).cfg.nodes * frame]
     return tuple(made.values())

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 
-from cute_ep.api.buffers import DispatchBuffers, tensors_of
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPError, EPInputError
+from cute_ep.api.errors import EPError
 from cute_ep.api.flags import Flags
-from cute_ep.api.interface import EPCommunicator
-from cute_ep.api.provenance import Origin
-from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan, Rounds
+from cute_ep.api.rounds import MAX_OUTSTANDING, PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_buffers, check_input
 from cute_ep.api.validate_combine import check_batch, check_rows, check_sum
@@ -39,39 +36,27 @@ from cute_ep.runtime.arguments import (
 from cute_ep.runtime.driver import Kernel
 from cute_ep.runtime.flags import find_behind, flag_bytes
 from cute_ep.runtime.launch_cache import LaunchCache, LaunchShape
+from cute_ep.runtime.launcher import missing
+from cute_ep.runtime.launching import Call, Launching
 from cute_ep.runtime.meeting import close_after
 from cute_ep.runtime.parts import UNENCODED, RankParts
+from cute_ep.runtime.repeats import (
+    Repeats,
+    of_combine,
+    of_dispatch,
+    of_received,
+    of_returned,
+    of_sent,
+    of_summed,
+)
 from cute_ep.runtime.status import Status
 from cute_ep.runtime.streams import give_back, take_stream
 from cute_ep.torch_internals import current_stream
 
 
-class Call(NamedTuple):
-    """A launch that is ready.
-
-    Attributes:
-        numbers: what the kernel is told, besides what it is bound to.
-        tensors: what it reads and writes, besides those of `out` and `batch`.
-        out: the buffers that it receives into.
-        batch: whose rows it returns.
-    """
-
-    kernel: Kernel
-    shape: LaunchShape
-    numbers: tuple[int, ...]
-    tensors: tuple[torch.Tensor | None, ...] = ()
-    out: DispatchBuffers | None = None
-    batch: Dispatched | None = None
-
-
 def _sender(operation: str, given: DispatchInput) -> str:
     """Name of the kernel for rows to encode, or for rows that only move."""
     return operation if given.scales is None else f"{operation}{UNENCODED}"
-
-
-def _read_by_combine(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:
-    """What combine reads of a batch, so what must be there until it has run."""
-    return dispatched.topk_ids, dispatched.row_map, dispatched.headers, dispatched.weights
 
 
 def wait_for(device: torch.device, used: Set[int], *here: torch.cuda.Stream) -> None:
@@ -85,7 +70,7 @@ def wait_for(device: torch.device, used: Set[int], *here: torch.cuda.Stream) -> 
         torch.cuda.synchronize(device)
 
 
-class Communicator(EPCommunicator):
+class Communicator(Launching):
     """One rank on a GPU.
 
     Calls only enqueue work: they run on the current stream of the rank's device, or, when several ranks share one GPU,
@@ -93,28 +78,17 @@ class Communicator(EPCommunicator):
     the host, so calls can be captured into a CUDA graph, given `out` buffers. Graph replays run no Python: call
     `synchronize` to hear of a timeout or of wrong input.
 
-    Attributes:
-        tuning: launch shapes; another one may be set at any time, for the calls from then on.
     """
-
-    stream: torch.cuda.Stream
 
     def __init__(
         self, parts: RankParts, peers: list[int], *, group: object, release: Callable[[Communicator], None]
     ) -> None:
         """peers: addresses of all ranks' arenas, as this rank's device sees them; release: called by `close`, once."""
         cfg, rank, device, arena = parts.cfg, parts.rank, parts.device, parts.arena
-        self.cfg, self.rank, self.device = cfg, rank, device
-        self.arena, self.hooks = arena, parts.hooks
-        self.group, self.origin = group, Origin(cfg, rank, device, parts.hooks)
-        self.max_ctas, self.tuning = parts.max_ctas, parts.tuning
+        super().__init__(parts, group)
+        self.arena, self.max_ctas = arena, parts.max_ctas
         self._kernels, self._cache = parts.kernels, LaunchCache(cfg, rank, parts.max_ctas, parts.pairs, parts.kernels)
-        self._shared_device = parts.shared_device
         self._release = release
-        self._closed = False
-        self._interrupted = False
-        self._pdl = False  # whether the last launch lets the next one start early
-        self._streams: set[int] = set()  # raw handles of the streams that were given work since `synchronize`
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
         first = parts.first_rank
         named = (rank,) if cfg.skip_a2a else tuple(range(first, first + cfg.peers))
@@ -126,6 +100,8 @@ class Communicator(EPCommunicator):
             kernel.bind("group", group_arguments)
             kernel.bind("arena", layout.arguments(partial=name.endswith("_partial")))
             kernel.bind("wire", wire)
+        if missing() is None:
+            self._repeats = Repeats(cfg, device, parts.kernels, self._status.reports)
         torch.cuda.synchronize(device)
         self.stream = take_stream(device)
 
@@ -136,9 +112,17 @@ class Communicator(EPCommunicator):
     # ---- dispatch
 
     def _dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Dispatched:
+        kind = of_dispatch(given, out) if self._may_repeat(self._dispatches) else None
+        again = self._launch_again("dispatch", kind, self._dispatches.count_fused, out=out)
+        if again is not None:
+            shape, made = again
+            sent = PendingDispatch(given.topk_ids, given.router_weights, shape.return_slices_log2, (), given.frame)
+            return Dispatched.received(out or made, self.origin, sent)
         self._check_dispatch(given)
         call, sent = self._fused_dispatch(given, out)
-        return self._launch_dispatch(call, sent, given)
+        batch = self._launch_dispatch(call, sent, given)
+        self._keep("dispatch", kind, call)
+        return batch
 
     def _plan_dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Plan[Dispatched]:
         stream = current_stream(self.device.index)
@@ -171,15 +155,33 @@ class Communicator(EPCommunicator):
         self._launch(call, self._dispatches.count_fused)
         return self._received(call, sent)
 
+    def _send_dispatch_again(self, given: DispatchInput) -> PendingDispatch | None:
+        if not self._may_repeat(self._dispatches, outstanding=MAX_OUTSTANDING - 1):
+            return None
+
+        def pending(shape: LaunchShape) -> PendingDispatch:
+            return PendingDispatch(
+                given.topk_ids, given.router_weights, shape.return_slices_log2, given[:6], given.frame
+            )
+
+        again = self._launch_again("dispatch_async", of_sent(given), self._dispatches.count_sent, pending)
+        return None if again is None else again[1]
+
     def _send_dispatch(self, given: DispatchInput) -> PendingDispatch:
         sent, shape, ids, sending = self._sending("dispatch_async", given)
         numbers = dispatch_numbers(shape.grid, shape.shared, ids, sending, (), ())
         kernel = self._kernels[_sender("dispatch_async", given)]
         self._look(given)
-        self._launch(Call(kernel, shape, numbers, sent.keep_alive), self._dispatches.count_sent, sent)
+        call = Call(kernel, shape, numbers, sent.keep_alive)
+        self._launch(call, self._dispatches.count_sent, sent)
+        self._keep("dispatch_async", of_sent(given), call)
         return sent
 
     def _receive_dispatch(self, pending: PendingDispatch, out: DispatchBuffers | None) -> Dispatched:
+        kind = of_received(pending, out) if self._may_repeat(self._dispatches, MAX_OUTSTANDING) else None
+        again = self._launch_again("dispatch_wait", kind, self._dispatches.count_received, out=out)
+        if again is not None:
+            return Dispatched.received(out or again[1], self.origin, pending)
         buffers, kernel, received, scales = self._receiving("dispatch_wait", out)
         if out is not None:
             self._cache.check_apart(out, topk_ids=pending.topk_ids, router_weights=pending.router_weights)
@@ -187,6 +189,7 @@ class Communicator(EPCommunicator):
         numbers = dispatch_numbers(shape.grid, shape.shared, NO_IDS, NO_INPUT, received, scales)
         call = Call(kernel, shape, numbers, (), buffers)
         self._launch(call, self._dispatches.count_received)
+        self._keep("dispatch_wait", kind, call)
         return self._received(call, pending)
 
     def _sending(self, operation: str, given: DispatchInput) -> tuple[PendingDispatch, LaunchShape, Ids, Input]:
@@ -207,7 +210,7 @@ class Communicator(EPCommunicator):
         """The buffers to receive into, the kernel of a name, and its records of the buffers: none where the kernel is
         bound to them, because the caller gives the same buffers again."""
         if out is None:
-            with torch.cuda.stream(self._work_stream()):
+            with self._on_work_stream():
                 out = DispatchBuffers.allocate(self.cfg, self.device)
         else:
             bound = self._cache.receiver(name, out)
@@ -226,9 +229,15 @@ class Communicator(EPCommunicator):
     def _combine(
         self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
     ) -> torch.Tensor:
+        whole = self._whole(dispatched) if self._may_repeat(self._combines) else None
+        kind = None if whole is None else of_combine(rows, dispatched, whole, mode, options)
+        again = self._launch_again("combine", kind, self._combines.count_fused)
+        if again is not None:
+            return again[1] if options.out is None else options.out
         self._check_combine(rows, dispatched)
         call, result = self._fused_combine(rows, dispatched, mode, options)
         self._launch(call, self._combines.count_fused)
+        self._keep("combine", kind, call, result)
         return result
 
     def _plan_combine(
@@ -264,17 +273,34 @@ class Communicator(EPCommunicator):
         tensors = (rows, result, weights, options.epilogue_data)
         return Call(self._kernels[f"combine_{mode}"], shape, numbers, tensors, None, dispatched), result
 
+    def _send_combine_again(
+        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode
+    ) -> PendingCombine | None:
+        whole = self._whole(dispatched) if self._may_repeat(self._combines, MAX_OUTSTANDING - 1) else None
+        if whole is None:
+            return None
+        pending, kind = PendingCombine(dispatched, mode, rows), of_returned(rows, dispatched, whole, mode)
+        again = self._launch_again("combine_async", kind, self._combines.count_sent, lambda shape: pending)
+        return None if again is None else pending
+
     def _send_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> PendingCombine:
         check_rows(self.cfg, rows, self.device)
         shape = self._cache.shape(self.tuning, "combine_async", dispatched.topk_ids.shape[0])
         returned = rows_record(rows, dispatched, self.arena.address)
         numbers = combine_numbers(shape.grid, NO_SHARED, NO_IDS, returned, batch_record(dispatched), NO_SUMS)
         kernel = self._kernels[f"combine_async_{'partial' if mode == 'partial' else 'exact'}"]
-        pending = PendingCombine(dispatched, mode, rows)
-        self._launch(Call(kernel, shape, numbers, (rows,), None, dispatched), self._combines.count_sent, pending)
+        pending, call = PendingCombine(dispatched, mode, rows), Call(kernel, shape, numbers, (rows,), None, dispatched)
+        self._launch(call, self._combines.count_sent, pending)
+        whole = self._whole(dispatched)
+        if whole is not None:
+            self._keep("combine_async", of_returned(rows, dispatched, whole, mode), call)
         return pending
 
     def _receive_combine(self, pending: PendingCombine, options: SumOptions) -> torch.Tensor:
+        kind = of_summed(pending, options) if self._may_repeat(self._combines, MAX_OUTSTANDING) else None
+        again = self._launch_again("combine_wait", kind, self._combines.count_received)
+        if again is not None:
+            return again[1] if options.out is None else options.out
         dispatched, mode, rows = pending
         weights, sums, result = self._summing(rows, dispatched, mode, options)
         shape = self._cache.shape(self.tuning, "combine_wait", sums.tokens)
@@ -284,6 +310,7 @@ class Communicator(EPCommunicator):
         tensors = (rows, result, weights, options.epilogue_data)
         call = Call(self._kernels[f"combine_wait_{mode}"], shape, numbers, tensors, None, dispatched)
         self._launch(call, self._combines.count_received)
+        self._keep("combine_wait", kind, call, result)
         return result
 
     def _summing(
@@ -293,7 +320,7 @@ class Communicator(EPCommunicator):
         weights, extents, dtype = check_sum(self.origin, rows, dispatched, mode, options)
         result = options.out
         if result is None:
-            with torch.cuda.stream(self._work_stream()):
+            with self._on_work_stream():
                 result = torch.empty(extents, dtype=dtype, device=self.device)
         return weights, sums_record(dispatched, weights, result, options), result
 
@@ -349,13 +376,6 @@ class Communicator(EPCommunicator):
     def failed(self) -> bool:
         return self._interrupted or self._status.failed
 
-    def _work_stream(self) -> torch.cuda.Stream:
-        return self.stream if self._shared_device else self._current_stream()
-
-    def _current_stream(self) -> torch.cuda.Stream:
-        """The caller's; torch takes 1 us to look up a device by anything but its index."""
-        return torch.cuda.current_stream(self.device.index)
-
     def _check_open(self) -> None:
         if self._closed:
             raise EPError(f"rank {self.rank}: the communicator is closed")
@@ -369,40 +389,3 @@ class Communicator(EPCommunicator):
             )
         if self._status.failed:
             self._status.raise_failure(self.flags)
-
-    def _check_planned_on(self, stream: int) -> None:
-        """EPInputError where another stream, a raw handle, is current: on this one memory was prepared."""
-        current = current_stream(self.device.index)
-        if current != stream:
-            raise EPInputError(
-                f"launch: the current stream is {current:#x}: must be {stream:#x}, on which the call was planned"
-            )
-
-    def _launch(self, call: Call, count: Callable[..., None], *counted: object) -> None:
-        """Enqueue one kernel on the work stream, after what the caller's stream has enqueued so far, and count it with
-        `count`, of `Rounds`. An interrupt in between would leave the host and the device with different counts: no
-        call is taken after it."""
-        kernel, shape, numbers, tensors, out, batch = call
-        stream = current_stream(self.device.index)
-        if self._shared_device and stream != self.stream.cuda_stream:
-            self.stream.wait_stream(self._current_stream())
-            received = tensors_of(out).values() if out else ()
-            for tensor in (*tensors, *received, *(_read_by_combine(batch) if batch else ())):
-                if tensor is not None:
-                    tensor.record_stream(self.stream)
-            stream = self.stream.cuda_stream
-        pdl = bool(shape.grid.pdl)
-        early, self._pdl = pdl and self._pdl, pdl
-        self._streams.add(stream)
-        if out is not None:
-            out.memory.generation.number += 1  # what it held is gone
-        try:
-            if torch.cuda.current_device() == self.device.index:
-                kernel.launch(shape.ctas, numbers, stream, early=early, pairs=shape.pairs)
-            else:
-                with torch.cuda.device(self.device):
-                    kernel.launch(shape.ctas, numbers, stream, early=early, pairs=shape.pairs)
-            count(*counted)
-        except BaseException as error:
-            self._interrupted = not isinstance(error, Exception)
-            raise

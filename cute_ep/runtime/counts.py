@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from operator import add
 from typing import Any, NamedTuple
 
 import torch
 
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.api.host import host_memory
+from cute_ep.api.errors import EPError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.layouts.maps.local_arguments import TOLD_BESIDE_ENTRIES, TellArgs
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOP_K, RANK_MAJOR
+from cute_ep.layouts.maps.variants import TELL_KERNEL
+from cute_ep.runtime.driver import launch_on
+from cute_ep.runtime.host_words import HostWords
+from cute_ep.runtime.local_kernels import local_kernel
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -48,6 +55,27 @@ class ReceiveCounts(NamedTuple):
         return self.entries if alignment == 1 else [align_up(count, alignment) for count in self.entries]
 
 
+class CountExchange:
+    """An exchange of counts that this rank has begun.
+
+    Attributes:
+        ends: [R, R] int32 on the device, if they were asked for: element [s, d], how many tokens ranks 0 .. s send to
+            rank d.
+    """
+
+    def __init__(self, ends: torch.Tensor | None, receive: Callable[[], ReceiveCounts]) -> None:
+        self.ends, self._receive = ends, receive
+
+    def wait(self) -> ReceiveCounts:
+        """Wait on the host for all ranks' counts, and for nothing else that the stream has to do; once.
+
+        Raises:
+            EPTimeout: a rank did not come in time.
+            EPInputError: two later exchanges were begun; at most two may be waited for.
+        """
+        return self._receive()
+
+
 class Counting:
     """What all exchanges of counts on a communicator have in common. Each overwrites what the one before has brought,
     in inference mode or not.
@@ -57,6 +85,9 @@ class Counting:
         out: memory for R rows, those of a rail one after the other.
         table: these as [R, words] int32: `RouteCounts.counts`, in the order of `rows`.
         rows: which row each rank has.
+
+    Raises:
+        VariantMissing: a kernel is not in the library.
     """
 
     @torch.inference_mode(False)
@@ -68,41 +99,102 @@ class Counting:
         self.everyone.view(-1)[:ranks] = first
         self.rows = [rank % cfg.peers * cfg.nodes + cfg.node(rank) for rank in range(ranks)]
         self._order = torch.tensor(self.rows, device=communicator.device)
-        self.out = communicator.allocate(ranks)
+        self.out = DispatchBuffers.carve(cfg, communicator.device, ranks)
         self.table = self.out.tokens.view(torch.int32)
-        self._on_host = self.table  # on the CPU
-        if communicator.device.type != "cpu":
-            self._on_host = host_memory(self.table.shape)
-        self._words = (ctypes.c_int32 * self._on_host.numel()).from_address(self._on_host.data_ptr())
+        self._told: HostWords | None = None
+        if kernels_tell(communicator):
+            self._kernel = local_kernel(communicator.device.index, TELL_KERNEL, None, None)
+            self._num_rows = self.out.addresses(["num_rows"])["num_rows"]
+            self._told = HostWords(self.table.shape[1])
 
-    def exchange(self, counts: torch.Tensor) -> None:
-        """Have every rank know this one's `RouteCounts.counts`, [words] int32. Collective; nothing waits on the
-        host."""
+    def exchange(self, counts: torch.Tensor, experts: int, *, ends: bool = False, told: bool = True) -> CountExchange:
+        """Have every rank know this one's counts, on the current stream. Collective; nothing waits on the host.
+
+        Args:
+            counts: `RouteCounts.counts`, [words] int32.
+            experts: E, of all ranks.
+            ends: whether `CountExchange.ends` are wanted.
+            told: whether the exchange is to be waited for.
+
+        Raises:
+            EPError: it is to be waited for, and a CUDA graph is being captured.
+        """
+        device, cfg = self.communicator.device, self.communicator.cfg
+        if told and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise EPError("the host waits for numbers of rows, so no CUDA graph can capture this call")
         tokens = counts.view(torch.bfloat16).expand(len(self.everyone), -1)
         self.communicator.dispatch(tokens, self.everyone, out=self.out)
+        if self._told is not None:
+            return self._tell(self._told, experts, ends=ends, told=told)
+        sums = self.by_rank()[:, : cfg.world_size].cumsum(0, dtype=torch.int32) if ends else None
+        if not told or self.communicator.shares_device:  # then other ranks may have yet to come
+            return CountExchange(sums, lambda: self._read(experts))
+        found = self._read(experts)
+        return CountExchange(sums, lambda: found)
 
     def by_rank(self) -> torch.Tensor:
         """The table with a row for each rank, on the device."""
         return self.table if self.communicator.cfg.nodes == 1 else self.table.index_select(0, self._order)
 
-    def wait(self, experts: int) -> ReceiveCounts:
-        """Copy the table to the host, and wait for that and so for the current stream. `experts`: of all ranks.
+    def free(self) -> None:
+        """Give host memory back, when the communicator was closed."""
+        if self._told is not None:
+            self._told.free()
 
-        Raises:
-            EPTimeout: a rank did not come in time.
-        """
-        if self._on_host is not self.table:
-            self._on_host.copy_(self.table, non_blocking=True)
+    def _tell(self, words: HostWords, experts: int, *, ends: bool, told: bool) -> CountExchange:
+        """Behind an exchange: have a kernel add up the counts, and if they are `told` write them to the host."""
+        communicator, device = self.communicator, self.communicator.device
+        ranks, local = communicator.cfg.world_size, experts // communicator.cfg.world_size
+        sums = torch.empty((ranks, ranks), dtype=torch.int32, device=device) if ends else None
+        number, address, epoch = words.begin() if told else (0, 0, 0)
+        apart = communicator.stream if communicator.shares_device else None
+        if sums is not None and apart is not None:
+            sums.record_stream(apart)
+        with nullcontext() if apart is None else torch.cuda.stream(apart):
+            stream = torch.cuda.current_stream(device)
+            if ends or told:
+                arguments = TellArgs(
+                    table=self.table.data_ptr(),
+                    num_rows=self._num_rows,
+                    told=address,
+                    ends=0 if sums is None else sums.data_ptr(),
+                    ranks=ranks,
+                    nodes=communicator.cfg.nodes,
+                    words=self.table.shape[1],
+                    rank=communicator.rank,
+                    local_experts=local,
+                    tokens=ranks + experts,
+                    epoch=epoch,
+                )
+                launch_on(device.index, self._kernel, 1, arguments)
+
+        def receive() -> ReceiveCounts:
+            found = words.wait(number, local + TOLD_BESIDE_ENTRIES, lambda: communicator.failed, stream.query)
+            if found is None:
+                communicator.synchronize()
+                raise EPError(f"rank {communicator.rank}: an exchange of counts has ended without them; connect again")
+            return ReceiveCounts(found[:local], found[local], found[local + 1])
+
+        return CountExchange(sums, receive)
+
+    def _read(self, experts: int) -> ReceiveCounts:
+        """On the CPU, from the table, which is there once all ranks have made the call."""
         self.communicator.synchronize()
+        words = (ctypes.c_int32 * self.table.numel()).from_address(self.table.data_ptr())
         ranks, rank = self.communicator.cfg.world_size, self.communicator.rank
         local = experts // ranks
-        entries, *others = self._columns(ranks + rank * local, local)
+
+        def columns(first: int, count: int) -> list[Sequence[int]]:
+            places = [first + row * self.table.shape[1] for row in self.rows]
+            return [words[place : place + count] for place in places]
+
+        entries, *others = columns(ranks + rank * local, local)
         for more in others:
             entries = list(map(add, entries, more))
-        tokens = max(count for (count,) in self._columns(ranks + experts, 1))
-        return ReceiveCounts(list(entries), tokens, sum(count for (count,) in self._columns(rank, 1)))
+        tokens = max(count for (count,) in columns(ranks + experts, 1))
+        return ReceiveCounts(list(entries), tokens, sum(count for (count,) in columns(rank, 1)))
 
-    def _columns(self, first: int, words: int) -> list[Sequence[int]]:
-        """By rank, `words` words of the table from `first` on."""
-        pitch = self.table.shape[1]
-        return [self._words[first + row * pitch : first + row * pitch + words] for row in self.rows]
+
+def kernels_tell(communicator: EPCommunicator) -> bool:
+    """Whether kernels tell the host what comes, or the host reads it where it is."""
+    return communicator.device.type != "cpu"

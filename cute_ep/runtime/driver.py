@@ -69,15 +69,19 @@ class Kernel:
     profiler of torch is on, its launches are ranges, named as "cute_ep.dispatch_bf16".
 
     One launch overwrites the numbers of the one before (the driver has copied them); threads take turns.
+
+    Attributes:
+        context: in which it is loaded.
     """
 
     def __init__(self, entry: LibraryEntry, call: Sequence[str] = ()) -> None:
         """call: the records that change from launch to launch, in the order of `launch`; none: all numbers do."""
         self._library = driver_calls.load(entry.read())
-        function = driver_calls.function_of(self._library, entry.entry)
-        driver_calls.allow_shared_memory(function, entry.smem_bytes)
-        context = driver_calls.current_context()
-        self._launcher = driver_calls.Launcher(function, context, THREADS, entry.smem_bytes)
+        self._function = driver_calls.function_of(self._library, entry.entry)
+        self._smem_bytes = entry.smem_bytes
+        driver_calls.allow_shared_memory(self._function, entry.smem_bytes)
+        self.context = driver_calls.current_context()
+        self._launcher = driver_calls.Launcher(self._function, self.context, THREADS, entry.smem_bytes)
         self._range = f"cute_ep.{entry.entry.removeprefix('cute_ep_').removesuffix('_0')}"
         self._names = [name for name, _ in entry.params]
         self._slots = slots(entry.params, call)
@@ -104,6 +108,18 @@ class Kernel:
         other = shallow_copy(self)
         other._hold(list(self._values))
         return other
+
+    def place(self, parameter: str) -> int:
+        """Which of the numbers a parameter is; -1: the kernel has no such one."""
+        return self._slots.index(parameter) if parameter in self._slots else -1
+
+    def described(self, given: Sequence[int]) -> tuple[int, int, int, bytes, bytes]:
+        """The kernel as `launcher.c` launches it with these numbers: function, threads of a CTA, bytes of dynamic
+        shared memory, all numbers as int64, and of each parameter which of them it is as uint16."""
+        values = [*given, *self._values[len(given) :]]
+        order = [self._slots.index(name) for name in self._names]
+        packed = struct.pack(f"{len(values)}q", *values), struct.pack(f"{len(order)}H", *order)
+        return self._function, THREADS, self._smem_bytes, *packed
 
     def launch(self, grid: int, given: Sequence[int], stream: int, *, early: bool = False, pairs: bool = False) -> None:
         """Launch `grid` CTAs on a stream (a raw handle) of the current device.

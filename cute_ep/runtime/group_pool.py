@@ -14,7 +14,7 @@ from cute_ep.api.config import LONGEST_S, EPConfig, in_words
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.runtime import connection
-from cute_ep.runtime.counts import Counting, ReceiveCounts, counting_config
+from cute_ep.runtime.counts import CountExchange, Counting, ReceiveCounts, counting_config
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.meeting import Meeting, group_timeout
 from cute_ep.runtime.places import check_member, count_ranks
@@ -100,6 +100,13 @@ class GroupPool(Pool):
         self._found[key] = found.first
         return found.first
 
+    def known(self, cfg: EPConfig) -> EPCommunicator | None:
+        """What `get` answers without opening anything; None: it would have to. The same on all ranks."""
+        known = self._found.get(cfg)
+        if known is None and (found := self.find(cfg)) is not None:
+            known = self._found[cfg] = found.first
+        return known
+
     def counting(
         self,
         words: int,
@@ -126,22 +133,31 @@ class GroupPool(Pool):
             found = self._counting[communicator] = Counting(communicator)
         return found
 
-    def exchange_counts(
+    def begin_counts(
         self, topk_ids: torch.Tensor, cfg: EPConfig, sms: int | None = None, **options: Any
-    ) -> tuple[ReceiveCounts, RouteCounts]:
-        """Send all ranks the counts of this one's tokens, and wait on the host for theirs, before a dispatch by `cfg`:
-        collective. `options`: of `count_routes`.
+    ) -> tuple[CountExchange, RouteCounts]:
+        """Send all ranks the counts of this one's tokens, before a dispatch by `cfg`: collective, and nothing waits on
+        the host. `options`: of `count_routes`.
 
         Raises:
-            EPConfigError, EPError: as of `open`.
+            EPConfigError, EPError: as of `open`, and of `Counting.exchange`.
             EPInputError: as of `count_routes`.
-            EPTimeout: a rank did not come in time.
         """
         routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size, **options)
         made: dict[str, Any] = {"timeout_s": cfg.timeout_s, "ranks_per_node": cfg.ranks_per_node}
         counting = self.counting(routes.counts.size(0), sms=sms, **made)
-        counting.exchange(routes.counts)
-        return counting.wait(cfg.num_experts), routes
+        return counting.exchange(routes.counts, cfg.num_experts), routes
+
+    def exchange_counts(
+        self, topk_ids: torch.Tensor, cfg: EPConfig, sms: int | None = None, **options: Any
+    ) -> tuple[ReceiveCounts, RouteCounts]:
+        """`begin_counts`, and wait on the host for the other ranks' counts.
+
+        Raises:
+            EPTimeout: a rank did not come in time.
+        """
+        exchange, routes = self.begin_counts(topk_ids, cfg, sms, **options)
+        return exchange.wait(), routes
 
     def barrier(self) -> None:
         """Wait on the host until all ranks have called this: collective.
@@ -168,8 +184,10 @@ class GroupPool(Pool):
 
     def _close(self, one: Opened) -> None:
         self._found.clear()
-        self._counting.pop(one.first, None)
+        counting = self._counting.pop(one.first, None)
         super()._close(one)
+        if counting is not None:
+            counting.free()
 
 
 def gather(group: dist.ProcessGroup, one: Any) -> list:

@@ -71,6 +71,12 @@ class Status:
         self.address, self.free = self.memory.address, self.memory.free
 
     @property
+    def reports(self) -> tuple[int, int, int]:
+        """(address, words, step): every step-th of so many words is 0 until a wait has timed out, or a launch came out
+        of order."""
+        return self.address, len(StatusWord) * len(self.peers), len(StatusWord)
+
+    @property
     def failed(self) -> bool:
         """Whether a wait of this rank has timed out, or a launch came out of order."""
         return any(self.memory.words[self._phases])

@@ -84,6 +84,35 @@ class CountArgs(NamedTuple):
     local_experts_magic: Word
 
 
+TOLD_BESIDE_ENTRIES = 2
+"""Words that the host is told behind the entries by expert: the most tokens of a rank, and those that come here."""
+
+
+class TellArgs(NamedTuple):
+    """Parameters of tell_counts, for one of R ranks over so many nodes.
+
+    Attributes:
+        table: [ranks, words] int32, `counts` of count_routes, of each rank: rank r of p on each node has row r % p *
+            nodes + r // p.
+        num_rows: int32[1], how many rows of the table have come. Unless these are R, nothing is written.
+        told: [local_experts + TOLD_BESIDE_ENTRIES] LL words of host memory, of epoch `epoch`; 0: none.
+        ends: [ranks, ranks] int32, element [s, d]: tokens that sources 0 .. s send to rank d; 0: none.
+        tokens: which word of a row is its rank's number of tokens.
+    """
+
+    table: Address
+    num_rows: Address
+    told: Address
+    ends: Address
+    ranks: Size
+    nodes: Size
+    words: Size
+    rank: Size
+    local_experts: Size
+    tokens: Size
+    epoch: Word
+
+
 class SumArgs(NamedTuple):
     """Parameters of sum_rows, of a batch with R sources of at most T tokens with top_k entries each.
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Annotated, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from cute_ep.layouts.maps.arguments import CombineArgs, DispatchArgs
-from cute_ep.layouts.maps.local_arguments import CopyArgs, CountArgs, RowsArgs, SumArgs
+from cute_ep.layouts.maps.local_arguments import CopyArgs, CountArgs, RowsArgs, SumArgs, TellArgs
 from cute_ep.layouts.maps.mail_arguments import (
     AwaitMailArgs,
     PackFrameArgs,
@@ -25,12 +25,13 @@ from cute_ep.layouts.maps.variants import (
     GATE_KERNELS,
     QUANTIZE_KERNEL,
     SUM_KERNEL,
+    TELL_KERNEL,
 )
 
 MailArguments: TypeAlias = (
     PackFrameArgs | PackSumsArgs | AwaitMailArgs | PutMailArgs | SignalMailArgs | UnpackFramesArgs | SumNodesArgs
 )
-Arguments: TypeAlias = DispatchArgs | CombineArgs | CountArgs | SumArgs | CopyArgs | RowsArgs | MailArguments
+Arguments: TypeAlias = DispatchArgs | CombineArgs | CountArgs | TellArgs | SumArgs | CopyArgs | RowsArgs | MailArguments
 Fields: TypeAlias = "tuple[int | Fields, ...]"
 """A record of numbers and of records."""
 Record = TypeVar("Record", bound=Fields)
@@ -38,6 +39,7 @@ RECORDS: dict[str, type[Arguments]] = {
     **dict.fromkeys(DISPATCH_KERNELS, DispatchArgs),
     **dict.fromkeys(COMBINE_KERNELS, CombineArgs),
     COUNT_KERNEL: CountArgs,
+    TELL_KERNEL: TellArgs,
     SUM_KERNEL: SumArgs,
     COPY_KERNEL: CopyArgs,
     **dict.fromkeys((QUANTIZE_KERNEL, *GATE_KERNELS), RowsArgs),

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -55,7 +56,7 @@ def pip_wheel(source: Path, out: Path, *options: str) -> tuple[str, dict[str, by
         *(sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps", *options, "--wheel-dir", out, source),
         cwd=source,
     )
-    (wheel,) = out.glob("cute_ep-*-py3-none-any.whl")
+    (wheel,) = out.glob("cute_ep-*-cp311-abi3-linux_*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return printed, {name: archive.read(name) for name in archive.namelist()}
 
@@ -75,12 +76,13 @@ def source(library: dict[Variant, LibraryEntry], tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "wheel_backend.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    ignore = shutil.ignore_patterns("__pycache__", "library")
+    ignore = shutil.ignore_patterns("__pycache__", "library", "*.so")
     for name in ("cute_ep", "kernels", "layouts", "docs"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
     shutil.copytree(FOLDER, folder / "build" / "library")
     (folder / "build" / "library" / library[COPY].path.relative_to(FOLDER)).unlink()
-    left = folder / "build" / "lib" / "cute_ep" / "left_by_an_earlier_wheel.py"
+    platform = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    left = folder / "build" / platform / "cute_ep" / "left_by_an_earlier_wheel.py"
     left.parent.mkdir(parents=True)
     left.touch()
     return folder
@@ -96,6 +98,7 @@ def test_the_wheel_and_the_sdist(source: Path, tmp_path: Path) -> None:
     assert re.search(rf"{len(everything)} of {len(everything)}  {ARCH} {COPY.symbol}\n", printed), "progress"
     assert {name for name in whole if name.endswith(".cubin")} == cubins(everything)
     assert "cute_ep/py.typed" in whole and MANIFEST in whole
+    assert ("cute_ep/runtime/_launcher.abi3.so" in whole) == (shutil.which("gcc") is not None)
     info = f"cute_ep-{cute_ep.__version__}.dist-info"
     assert {name.split("/")[0] for name in whole} == {"cute_ep", info}, "no bare kernels or layouts"
     modules = set()

@@ -14,7 +14,7 @@ from cute_ep.bench import machine
 from cute_ep.cli.info import memory_parts
 from cute_ep.cli.main import main
 from cute_ep.layouts.maps.formats import FORMATS
-from cute_ep.runtime import nvlink, symmetric
+from cute_ep.runtime import launcher, nvlink, symmetric
 from cute_ep.runtime.rails import network
 
 
@@ -88,6 +88,7 @@ def test_info_shows_devices_memory_and_who_reaches_whom(
     monkeypatch.setattr(symmetric, "refusal", lambda kind, device: None if device.index else refused.get(kind))
     monkeypatch.setattr(machine, "nvshmem_found", lambda: ("3.4.5", "/lib/one.so"))
     monkeypatch.setattr(network, "slow_network", lambda: "TCP sockets")
+    monkeypatch.setattr(launcher, "missing", lambda: "it was not compiled")
     assert main(["info", "--library", str(tmp_path), "--json", str(tmp_path / "info.json")]) == 0
     out = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│ cuda:" in line]
@@ -100,9 +101,9 @@ def test_info_shows_devices_memory_and_who_reaches_whom(
         ["cuda:1", "no NV6", "-"],
     ]
     assert "driver 580.1" in out and "NCCL 2.28.9" in out and "NVSHMEM 3.4.5 (/lib/one.so)" in " ".join(out.split())
-    assert "TCP sockets" in out
+    assert "TCP sockets" in out and "launcher: Python (it was not compiled)\n" in out
     written = json.loads((tmp_path / "info.json").read_text())
-    assert written["slow_network"] == "TCP sockets"
+    assert written["slow_network"] == "TCP sockets" and written["launcher_missing"] == "it was not compiled"
     assert written["machine"]["gpus"] == {"cuda:0": "NVIDIA H200", "cuda:1": "NVIDIA H200"}
     assert written["peer_access"] == [[None, True], [False, None]] and written["links"][1] == ["NV6", "X"]
     refusals = {"fabric handles": "CUDA driver: NOT_PERMITTED", "file descriptors": None, "CUDA IPC": None}

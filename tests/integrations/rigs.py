@@ -277,10 +277,10 @@ def torchtitan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Titan(Rig):
     ids = "topk_expert_ids_TK"
 
-    def __init__(self, group: ThreadGroup) -> None:
+    def __init__(self, group: ThreadGroup, factor: float | None = 1.0) -> None:
         self.module: Any = importlib.import_module("cute_ep.integrations.torchtitan")
-        kind, self.group = self.module.CuteEPTokenDispatcher, group
-        self.one = kind(kind.Config(num_experts=EXPERTS, top_k=SLOTS, non_blocking_capacity_factor=1.0))
+        kind, self.group, self.lower_half = self.module.CuteEPTokenDispatcher, group, factor is not None
+        self.one = kind(kind.Config(num_experts=EXPERTS, top_k=SLOTS, non_blocking_capacity_factor=factor))
         self.one.wire_meshes(ep_mesh=SimpleNamespace(size=group.size, get_group=lambda: group))
 
     def dispatch(self, given: Given) -> Any:
@@ -321,5 +321,6 @@ RIGS: dict[str, tuple[Any, Make]] = {
     "SGLang, extend": (sglang, lambda group: SGLang(group, extend=True)),
     "SGLang, decode": (sglang, lambda group: SGLang(group, extend=False)),
     "torchtitan": (torchtitan, Titan),
+    "torchtitan, counted": (torchtitan, lambda group: Titan(group, None)),
 }
 """By name a context in which its framework can be imported, and what makes a rank's."""

@@ -201,6 +201,8 @@ class Rank:
         seed = 0
         for number, fmt in enumerate(FORMATS):
             dispatcher = self.dispatcher(fmt)
+            assert dispatcher._early
+            dispatcher._early = number % 2 == 0  # or the host waits before rows are sent, as of more of them
             dispatcher.prebuild()
             for turn, routing in enumerate(ROUTINGS):
                 for tokens in SIZES[(number + turn) % 2 :: 2]:

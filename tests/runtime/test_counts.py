@@ -44,10 +44,9 @@ def test_every_rank_gets_the_counts_of_all(ranks: int, per_node: int | None, tok
     with connected(cfg, ["cpu"] * ranks) as communicators:
         made = [Counting(communicator) for communicator in communicators]
         for sent in ([torch.zeros_like(one.counts) for one in given], [one.counts for one in given]):
-            for counting, own in zip(made, sent, strict=True):
-                counting.exchange(own)
+            begun = [counting.exchange(own, experts) for counting, own in zip(made, sent, strict=True)]
         for rank, counting in enumerate(made):
-            got = counting.wait(experts)
+            got = begun[rank].wait()
             assert got.entries == by_expert[rank].tolist()
             assert got.arriving == int(by_rank[:, rank].sum())
             assert got.tokens == max(len(one.ids) for one in given)
@@ -66,7 +65,7 @@ def test_messages_of_several_tokens_travel_by_mail(monkeypatch: pytest.MonkeyPat
     def exchange(rank: int) -> torch.Tensor:
         counting = Counting(made[rank])
         for number in range(3):
-            counting.exchange(given[rank] + number)
+            counting.exchange(given[rank] + number, 6, told=False)
         return counting.by_rank()
 
     with over_nccl(cfg) as (made, _):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -73,6 +74,19 @@ def test_parameters_of_a_launch_are_given_or_bound_or_0(monkeypatch: pytest.Monk
         [1, 2, 3, 4, 5],
         *[[0, 1 << 40, -1, 2, 9]] * 2,
     ]
+
+
+def test_a_kernel_is_described_to_the_compiled_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it is bound to, and with the numbers that a launch gives; those come first."""
+    params = (("out.at", "i64"), ("group.rank", "i32"), ("input.x", "i64"), ("input.n", "i32"))
+    FakeDriver(monkeypatch)
+    kernel = driver.Kernel(entry_of(params, smem_bytes=48), ("input", "out"))
+    kernel.bind("group", (-1,))
+    kernel.launch(1, (5, 6, 7), 1001)
+    function, threads, shared_bytes, numbers, order = kernel.described((1 << 50, 8))
+    assert (threads, shared_bytes, kernel.context) == (512, 48, 5) and function
+    assert struct.unpack("4q", numbers) == (1 << 50, 8, 7, -1) and struct.unpack("4H", order) == (2, 3, 0, 1)
+    assert [kernel.place(name) for name in ("input.x", "out.at", "out.rows")] == [0, 2, -1]
 
 
 def test_another_device_is_current_for_a_launch_on_it(monkeypatch: pytest.MonkeyPatch) -> None:

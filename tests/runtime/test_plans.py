@@ -16,6 +16,7 @@ from cute_ep.api.buffers import tensors_of
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.runtime import communicator as communicator_module
+from cute_ep.runtime import launching
 from cute_ep.runtime.communicator import Communicator
 from tests.fake_gpu import Launches, expert_rows, inputs
 
@@ -63,7 +64,8 @@ def test_a_plan_belongs_to_the_stream_on_which_it_was_made(
 ) -> None:
     """There its scale was filled and its output allocated."""
     stream = SimpleNamespace(raw=1)
-    monkeypatch.setattr(communicator_module, "current_stream", lambda ordinal: stream.raw)
+    for module in (communicator_module, launching):
+        monkeypatch.setattr(module, "current_stream", lambda ordinal: stream.raw)
     batch = rank.dispatch(*inputs())
     plans = [rank.plan_dispatch(*inputs(), input_scale=2.0), rank.plan_combine(expert_rows(batch), batch)]
     stream.raw = 2

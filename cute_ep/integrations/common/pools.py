@@ -15,6 +15,8 @@ from cute_ep.reference.routes import NO_EXPERT
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.group_pool import GroupPool, Pools
 
+EARLY_BYTES = 128 << 20
+"""Of `may_send_early`: rows of 4096 tokens of two ranks, hidden 7168, bfloat16, one a rank."""
 OwnSizes = tuple[int, int, int, int]
 """hidden, experts of all ranks, top-k, tokens of a rank."""
 SHARED = Pools()
@@ -25,6 +27,12 @@ def close() -> None:
     """Close all communicators that adapters share in this process; collective over each group. Call it before
     `destroy_process_group`. A later forward pass connects again; a backward pass from before raises EPInputError."""
     SHARED.close()
+
+
+def may_send_early(nbytes: int) -> bool:
+    """Whether tokens are sent before the host knows how many rows come, into memory for all that may come, so many
+    bytes of rows. What is returned then is a view, which keeps this memory. All ranks must ask alike."""
+    return nbytes <= EARLY_BYTES
 
 
 def config_for(pool: GroupPool, names: Names, own: OwnSizes, **options: Any) -> EPConfig:

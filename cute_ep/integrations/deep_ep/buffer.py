@@ -162,8 +162,7 @@ class Buffer(LowLatency):
             route = checks.kind("handle", handle, Handle, HANDLE).route
             own = route.routes.ids.shape[0]
             require(tokens == own, "x.shape[0] = {}: must be {}, as of the handle", tokens, own)
-            cfg = mode.config(hidden, route, scaled=scaled)
-            rows, factors, _ = mode.dispatch(cfg, (*sent, None), route, route.rows)
+            rows, factors, _ = mode.dispatch((*sent, None), route, route.rows)
             return calls.paired(rows, factors), None, None, None, None, calls.finished(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             names = "num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert"
@@ -185,24 +184,23 @@ class Buffer(LowLatency):
             require(tokens <= -(-room // ranks), rule, room, ranks, tokens)
         routes, of = (known, experts) if known is not None else routes_of(layout, mode.nodes)
         route = Route(routes, of, max(tokens, -(-room // ranks)), room, own=known is None)
-        cfg = mode.config(hidden, route, scaled=scaled)
-        counting, received = mode.exchange(routes.counts), []
-        table = counting.by_rank()
-        prefix = table.narrow(1, 0, ranks).cumsum(0, dtype=torch.int32)
-        if not room:
-            counts = counting.wait(experts)
-            route.rows, route.tokens, received = counts.arriving, counts.tokens, counts.padded(expert_alignment)
-            cfg = mode.config(hidden, route, scaled=scaled)
-        mode.place(route, table)
+        mode.config(hidden, route, scaled=scaled)  # checks sizes
         weights = None if topk_weights is None else topk_weights.contiguous()
         if weights is not None and routes.ids.shape != weights.shape:
             weights = torch.nn.functional.pad(weights, (0, routes.ids.shape[1] - weights.shape[1]))
-        rows, factors, batch = mode.dispatch(cfg, (*sent, weights), route, route.rows, exact=not room)
+        counting, received, early = mode.counting(routes.counts), [], None
+        exchange = counting.exchange(routes.counts, experts, ends=True, told=not room)
+        if not room:
+            early = mode.send_early((*sent, weights), route)
+            counts = exchange.wait()
+            route.rows, route.tokens, received = counts.arriving, counts.tokens, counts.padded(expert_alignment)
+        mode.place(route, counting)
+        rows, factors, batch = mode.dispatch((*sent, weights), route, route.rows, exact=not room, early=early)
         ids, weights = (None, None) if topk_idx is None else entries_of(batch, route, topk_idx.shape[1])
         source = route.by_source(batch.src_info, route.rows).select(1, 0)
         if route.places is not None:  # tokens count nodes in frames
             source = source % route.frame
-        made = Handle(prefix, None, None, source, is_token_in_rank, None)
+        made = Handle(exchange.ends, None, None, source, is_token_in_rank, None)
         made.route = route
         return calls.paired(rows, factors), ids, weights, received, made, calls.finished(async_finish)
 

@@ -200,11 +200,14 @@ class ElasticBuffer(Pooled):
             assert topk_idx is not None
             ids = topk_idx.clone(memory_format=torch.contiguous_format) if do_handle_copy else topk_idx
             made = mode.handle(ids, layout)
-        cfg = mode.config(payload.shape[1], made, scaled=scales is not None)
+        mode.config(payload.shape[1], made, scaled=scales is not None)  # checks sizes
+        sent = payload, scales, topk_weights
         if handle is None and (do_cpu_sync is None or do_cpu_sync):
-            mode.wait_for_rows(made)
-        room, exact = made.room, do_expand or bool(made.num_recv_tokens_per_expert_list)
-        rows, factors, batch = mode.dispatch(cfg, (payload, scales, topk_weights), made, room, exact=exact)
+            rows, factors, batch = mode.dispatch_counted(sent, made)
+        else:
+            exact = do_expand or bool(made.num_recv_tokens_per_expert_list)
+            rows, factors, batch = mode.dispatch(sent, made, made.room, exact=exact)
+        room = made.room
         if do_expand:
             entries, weights = None, first_rows(batch.row_weights, room)
         else:

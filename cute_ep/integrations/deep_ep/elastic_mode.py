@@ -14,7 +14,7 @@ import torch
 from cute_ep import Dispatched, EPConfig, EPInputError
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.deep_ep import calls
-from cute_ep.integrations.deep_ep.normal import NormalMode, Route
+from cute_ep.integrations.deep_ep.normal import NormalMode, Route, Sent
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, NO_ROW, ROW_ALIGNMENTS
@@ -98,6 +98,10 @@ class EPHandle(Route):
     @property
     def order(self) -> dict[str, Any]:
         return {"row_alignment": self.expert_alignment} if self.do_expand else super().order
+
+    def most_rows(self, tokens: int) -> int:
+        """Before `ElasticMode.dispatch_counted`."""
+        return self.room
 
     @property
     def room(self) -> int:
@@ -185,12 +189,19 @@ class ElasticMode(NormalMode):
             routes, experts, most, rows, layout=layout, num_sms=self.sms, topk_idx=ids, num_expanded_tokens=expanded
         )
 
-    def wait_for_rows(self, handle: EPHandle) -> None:
-        """Have a handle make room for the rows that come; the host waits for all ranks' numbers."""
-        counts = self.exchange(handle.routes.counts).wait(handle.num_experts)
+    def dispatch_counted(self, sent: Sent, handle: EPHandle) -> tuple[torch.Tensor, torch.Tensor | None, Dispatched]:
+        """`dispatch` of as many rows as come, of which a handle is told; the host waits for all ranks' numbers."""
+        given = handle.routes.counts
+        exchange = self.counting(given).exchange(given, handle.num_experts)
+        early = self.send_early(sent, handle)
+        counts = exchange.wait()
         padded = counts.padded(handle.expert_alignment)
         handle.rows, handle.num_expanded_tokens = counts.arriving, sum(padded)
         handle.num_recv_tokens_per_expert_list = padded
+        return self.dispatch(sent, handle, handle.room, early=early)
+
+    def _agreed_tokens(self, route: Route) -> int:
+        return route.tokens
 
     def sums(self, rows: torch.Tensor, handle: Route, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: biases and a token's rows, added as `ElasticBuffer.combine` says."""

@@ -14,6 +14,7 @@ import torch
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.pools import may_send_early
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.layout import whole_vectors
 from cute_ep.layouts.maps.formats import FP8
@@ -109,10 +110,21 @@ class Route:
         """Rows by source rank, as the batch has them."""
         return rows if self.places is None else torch.empty_like(rows).index_copy_(0, self.places, rows)
 
+    def most_rows(self, tokens: int) -> int:
+        """Rows that a dispatch can bring of so many tokens of all ranks."""
+        return tokens
+
     @property
     def order(self) -> dict[str, Any]:
         """Options of a configuration: in which order rows are, and how they are padded."""
         return BY_RANK
+
+
+class Early(NamedTuple):
+    """A dispatch that was sent before it was known how many rows come, and its communicator."""
+
+    communicator: EPCommunicator
+    batch: Dispatched
 
 
 class NormalMode:
@@ -137,33 +149,37 @@ class NormalMode:
         """How many there are; as `ranks_per_node`."""
         return self._pool.size // (self.ranks_per_node or self._pool.size)
 
-    def exchange(self, counts: torch.Tensor) -> Counting:
-        """Have all ranks know this one's `RouteCounts.counts`; the host does not wait yet."""
+    def counting(self, counts: torch.Tensor) -> Counting:
+        """What exchanges `RouteCounts.counts`."""
         asked: dict[str, Any] = {"opening": self._opening, "timeout_s": self._timeout_s}
-        counting = self._pool.counting(counts.size(0), **asked, ranks_per_node=self.ranks_per_node)
-        counting.exchange(counts)
-        return counting
+        return self._pool.counting(counts.size(0), **asked, ranks_per_node=self.ranks_per_node)
 
     def config(
-        self, hidden: int, route: Route, entries: torch.Tensor | None = None, *, scaled: bool = False
+        self,
+        hidden: int,
+        route: Route,
+        entries: torch.Tensor | None = None,
+        *,
+        scaled: bool = False,
+        tokens: int | None = None,
     ) -> EPConfig:
-        """Of rows of `hidden` elements, FP8 if `scaled`, along a route; with `entries` of others than its own, by rank.
-        EPInputError: a size breaks its rule."""
+        """Of rows of `hidden` elements, FP8 if `scaled`, along a route; with `entries` and `tokens` of a rank of others
+        than its own, entries by rank. EPInputError: a size breaks its rule."""
         ids, order = (route.routes.ids, route.order) if entries is None else (entries, BY_RANK)
-        sizes = hidden, route.experts, ids.shape[1], route.tokens, self._pool.size
+        most = route.tokens if tokens is None else tokens
+        sizes = hidden, route.experts, ids.shape[1], most, self._pool.size
         options = {"timeout_s": self._timeout_s, "ranks_per_node": self.ranks_per_node}
         return self._made(self.names, sizes, **options, **order, **FORMATS[scaled])
 
-    def place(self, route: Route, table: torch.Tensor) -> None:
-        """Find where a batch over nodes has the rows of a route. `table`: [R, words], of each rank how many it sends to
-        each."""
+    def place(self, route: Route, counting: Counting) -> None:
+        """Find where a batch over nodes has the rows of a route, whose counts were exchanged last."""
         per_node, ranks, rank = self.ranks_per_node, self._pool.size, self._pool.rank
         if per_node is None:
             return
-        counts = table[:, rank].long()
+        counts = counting.by_rank()[:, rank].long()
         ends, by_rail = counts.cumsum(0), counts.view(-1, per_node).t()
         begins = (by_rail.flatten().cumsum(0).view_as(by_rail) - by_rail).t().flatten()
-        row = torch.arange(route.rows, device=table.device)
+        row = torch.arange(route.rows, device=counts.device)
         source = torch.searchsorted(ends, row, right=True).clamp(max=ranks - 1)
         route.places = torch.where(row < ends[-1], row - (ends - counts)[source] + begins[source], row)
 
@@ -192,25 +208,16 @@ class NormalMode:
         return out, None if weights is None else self.sums_of_weights(weights, route)
 
     def dispatch(
-        self, cfg: EPConfig, sent: Sent, route: Route, rows: int, *, exact: bool = True
+        self, sent: Sent, route: Route, rows: int, *, exact: bool = True, early: Early | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, Dispatched]:
-        """Send tokens along a route, by a `config` of both; the route keeps the batch for combine if it has none.
-        Unless each of the `rows` has a token (`exact`), weights behind the last are made 0. Returns [rows, hidden],
-        [rows, factors] scale factors, by source rank, and the batch."""
-        x, scales, weights = sent
-        wire = None
-        if scales is not None:
-            wire = with_plain_strides(scales.contiguous()).view(torch.float32)
-            if more := x.shape[1] // FP8.block - scales.shape[1]:
-                wire = torch.nn.functional.pad(wire, (0, more))
-            wire = wire.view(torch.uint8)
-        communicator = self._connect(cfg)
-        (self._words.own.add if route.own else self._words.own.discard)(communicator)
-        out = buffers_for(communicator, rows)
-        if weights is not None and not exact:
-            out.row_weights.zero_()
-        given = checks.as_rows(x), route.routes.ids, weights
-        batch = communicator.dispatch(*given, scales=wire, out=out, frame=route.frame)
+        """Send tokens along a route; the route keeps the batch for combine if it has none. Unless each of the `rows`
+        has a token (`exact`), weights behind the last are made 0. What was sent `early` is sent again if a rank had no
+        room for its tokens. Returns [rows, hidden], [rows, factors] scale factors, by source rank, and the batch."""
+        x, scales, _ = sent
+        if early is None or early.communicator.cfg.max_tokens_per_rank < route.tokens:
+            communicator = self._connect(self.config(x.shape[1], route, scaled=scales is not None))
+            early = Early(communicator, self._send(communicator, sent, route.routes.ids, route, rows, exact=exact))
+        communicator, batch = early
         factors = None
         if scales is not None and batch.scales is not None:
             factors = route.by_source(batch.scales[:rows].contiguous().view(scales.dtype), rows)
@@ -218,6 +225,56 @@ class NormalMode:
         if route.of_rows is None or route.of_rows.hold.communicator.closed:
             route.of_rows = Returned(self._pool.hold(communicator), batch.without_rows())
         return route.by_source(batch.tokens, rows), factors, batch
+
+    def send_early(self, sent: Sent, route: Route) -> Early | None:
+        """Send tokens along a route before it is known how many come, into memory for as many as may. None, on all
+        ranks alike: there is no communicator yet, that memory is too much, or the route is over
+        nodes, where a dispatch is told the most tokens of a rank. A rank with too many tokens sends none."""
+        x, scales, _ = sent
+        if self.ranks_per_node is not None:
+            return None
+        agreed = self._agreed_tokens(route)
+        communicator = self._pool.known(self.config(x.shape[1], route, scaled=scales is not None, tokens=agreed))
+        if communicator is None:
+            return None
+        most = communicator.cfg.max_tokens_per_rank
+        rows = route.most_rows(self._pool.size * most)
+        if not may_send_early(rows * x.shape[1] * x.itemsize):
+            return None
+        ids = route.routes.ids
+        if x.shape[0] > most:
+            sent, ids = (x[:0], None if scales is None else scales[:0], None), ids[:0]
+        return Early(communicator, self._send(communicator, sent, ids, route, rows))
+
+    def _agreed_tokens(self, route: Route) -> int:
+        """Of `config`, for what finds the same communicator on all ranks before they know each other's tokens."""
+        return 1
+
+    def _send(
+        self,
+        communicator: EPCommunicator,
+        sent: Sent,
+        ids: torch.Tensor,
+        route: Route,
+        rows: int,
+        *,
+        exact: bool = True,
+    ) -> Dispatched:
+        """A dispatch of tokens with these entries along a route, into new memory for so many rows."""
+        x, scales, weights = sent
+        wire = None
+        if scales is not None:
+            wire = with_plain_strides(scales.contiguous()).view(torch.float32)
+            if more := x.shape[1] // FP8.block - scales.shape[1]:
+                wire = torch.nn.functional.pad(wire, (0, more))
+            wire = wire.view(torch.uint8)
+        (self._words.own.add if route.own else self._words.own.discard)(communicator)
+        out = buffers_for(communicator, rows)
+        if weights is not None and not exact:
+            out.row_weights.zero_()
+        given = checks.as_rows(x), ids, weights
+        frame = None if self.ranks_per_node is None else route.frame
+        return communicator.dispatch(*given, scales=wire, out=out, frame=frame)
 
     def sums(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: for each token the sum of its rows over ranks, and of the biases, in float32."""

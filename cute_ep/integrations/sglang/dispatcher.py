@@ -79,6 +79,8 @@ class CuteEPDispatcher(BaseDispatcher):
         self._packed = use_fp8_dispatch and fmt != "fp8"
         self._communicator: EPCommunicator | None = None
         self._batch: Dispatched | None = None
+        self._rows = 0  # that the dispatch has returned
+        self._early = pools.may_send_early(self.cfg.max_rows * hidden_size * (1 if use_fp8_dispatch else 2))
 
     def prebuild(self) -> None:
         """Connect, with all ranks; SGLang calls it for the first layer when it starts. Else the first dispatch does."""
@@ -116,28 +118,38 @@ class CuteEPDispatcher(BaseDispatcher):
         communicator = self._connected()
         ids = topk_output.topk_ids.contiguous()  # not narrowed, since the kernel checks them
         weights = topk_output.topk_weights.to(torch.float32).contiguous()
-        masked, together = not get_is_extend_in_batch(), 0
+        masked, together, awaited = not get_is_extend_in_batch(), 0, None
         if masked:
             together = self._tokens_of_all(tokens)
             room = max_rows(together * cfg.top_k, cfg.local_experts, ALIGNMENT)
         else:
-            counts, routes = ranks.exchange_counts(ids, cfg, _sms())
-            room, ids = sum(counts.padded(ALIGNMENT)), routes.ids
+            exchange, routes = ranks.begin_counts(ids, cfg, _sms())
+            ids = routes.ids
+            if self._early:
+                room, awaited = cfg.max_rows, exchange
+            else:
+                room = sum(exchange.wait().padded(ALIGNMENT))
         out = DispatchBuffers.carve(communicator.cfg, communicator.device, room)
         batch = communicator.dispatch(as_rows(hidden_states), ids, weights, out=out)
-        self._batch = batch.without_rows()  # the runner may free rows and scale factors
-        rows, sent = batch.tokens.shape[0], tokens * cfg.world_size * cfg.top_k
+        if awaited is not None:
+            room = sum(awaited.wait().padded(ALIGNMENT))
+        # the runner may free rows and scale factors
+        self._batch, self._rows = batch.without_rows(), room
+        received, scales = batch.tokens[:room], None if batch.scales is None else batch.scales[:room]
+        if scales is not None and self._packed:
+            scales = columns_first(packed_exponents(scales))
+        sent = tokens * cfg.world_size * cfg.top_k
         return DeepEPv2DispatchOutput(
-            hidden_states=batch.tokens,
-            hidden_states_scale=columns_first(packed_exponents(batch.scales)) if self._packed else batch.scales,
+            hidden_states=received,
+            hidden_states_scale=scales,
             topk_ids=None,
-            topk_weights=torch.ones(rows, dtype=torch.float32, device=batch.tokens.device),
+            topk_weights=torch.ones(room, dtype=torch.float32, device=received.device),
             psum_num_recv_tokens_per_expert=batch.row_offsets[:-1] + batch.row_counts,
             is_expanded=True,
             use_masked_gemm=masked,
             expected_m=sent // cfg.num_experts + 1 if masked else 0,
             masked_max_m=min(align_up(together, ALIGNMENT), cfg.world_size * cfg.max_tokens_per_rank),
-            total_expanded=rows if masked else 0,
+            total_expanded=room if masked else 0,
             expert_alignment=ALIGNMENT,
             activation_scale_block_size=self._block,
         )
@@ -160,7 +172,7 @@ class CuteEPDispatcher(BaseDispatcher):
         communicator, rows = self._communicator, combine_input.hidden_states
         if communicator is None or communicator.closed:
             raise EPError("combine: the ranks were closed after the dispatch; drop its batch with give_up()")
-        shape, place = (batch.tokens.shape[0], self.cfg.hidden), communicator.device
+        shape, place = (self._rows, self.cfg.hidden), communicator.device
         checks.given("combine_input.hidden_states", rows, shape=shape, dtype=torch.bfloat16, device=place)
         total = communicator.combine(as_rows(rows), batch, mode="partial")
         self._batch = None

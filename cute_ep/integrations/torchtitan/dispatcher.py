@@ -118,14 +118,17 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
             checks.given("topk_expert_ids_TK", topk_expert_ids_TK, shape=shape, dtype=types, device=pool.device)
             checks.given("num_local_tokens_per_expert_E", counts, shape=(self.num_experts,), device=pool.device)
             sizes = x_TD.shape[1], self.num_experts, self.top_k, x_TD.shape[0]
-            pools.config_for(pool, NAMES, sizes, row_alignment=self.alignment)
+            cfg = pools.config_for(pool, NAMES, sizes, row_alignment=self.alignment)
         (tokens, hidden), name = x_TD.shape, self.communicator
         if name is None or tokens > self._room or not (compiling or is_open(name)):  # compiled code keeps its own
             self._connect(hidden, tokens)
         assert self.ep_mesh is not None and self.communicator is not None
         ranks, local = self.ep_mesh.size(), self.num_experts // self.ep_mesh.size()
-        factor, unit = self.config.non_blocking_capacity_factor, self.alignment
-        if factor is None:  # by ops that torchtitan's selective checkpointing saves
+        factor, unit, ids = self.config.non_blocking_capacity_factor, self.alignment, topk_expert_ids_TK
+        if factor is None and not (compiling or torch.is_grad_enabled()):
+            found, routes = pool.exchange_counts(ids, cfg, self.config.sms)
+            rows, ids = sum(found.padded(unit)), routes.ids  # as they were counted
+        elif factor is None:  # by ops that torchtitan's selective checkpointing saves
             heard = all_to_all_single(counts, None, None, self.ep_mesh.get_group())
             if isinstance(heard, AsyncCollectiveTensor):  # whose ops take several times as long
                 heard = heard.wait()
@@ -134,7 +137,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
             most = math.ceil(factor * ranks * tokens * min(self.top_k, local))
             rows = align_up(most + local * (unit - 1), unit)
         x, scores = x_TD.to(torch.bfloat16), topk_scores_TK.float()
-        sent = x, topk_expert_ids_TK, scores, self.communicator
+        sent = x, ids, scores, self.communicator
         batch = cute_ep.ops.dispatch(*sent, capacity=rows, clear=factor is not None)
         return batch.tokens.to(x_TD.dtype), batch.row_offsets.diff(), batch
 

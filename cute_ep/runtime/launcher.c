@@ -1,0 +1,454 @@
+// Launches calls that are like one before but for the addresses of their tensors: `cute_ep/runtime/repeats.py`.
+//
+// This knows no rule of any call. Python checks a call by what its tensors are (type, device, extents, strides, never
+// their elements), and gives `Calls.add` the launch that it has made. A call of the same kind of tensors breaks no rule
+// either, and its launch differs in addresses only: `Calls.launch` makes it. It declines all else by returning None, and
+// Python checks that call as ever.
+//
+// Tensors are read by the table of functions that torch publishes for it, DLPack's exchange API, whose layout is fixed
+// within a major version. The driver is called at addresses that Python gives. So this needs only Python's stable ABI.
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+// ---- DLPack's exchange API
+
+enum { MAJOR_VERSION = 1, SIGNED = 0, UNSIGNED = 1 };
+typedef struct { int32_t type, id; } Device;
+typedef struct { uint8_t code, bits; uint16_t lanes; } Element;
+typedef struct {
+    char *data;
+    Device device;
+    int32_t dims;
+    Element element;
+    int64_t *shape, *strides;
+    uint64_t offset;
+} View;
+typedef struct {
+    uint32_t major, minor;
+    void *previous, *allocate, *managed_from_object, *managed_to_object;
+    int (*view_of)(void *object, View *view);  // which owns nothing; not 0: an exception is set
+    void *current_stream;
+} Exchange;
+
+// ---- the driver (cuda.h)
+
+enum { CLUSTER_DIMENSION = 4, PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
+typedef struct { int id, padding, value[16]; } Attribute;
+typedef struct { unsigned grid[3], block[3], shared_bytes; void *stream; Attribute *attributes; unsigned count; } Config;
+typedef int (*LaunchKernel)(const Config *config, void *function, void **parameters, void **extra);
+typedef int (*CurrentContext)(void **context);
+
+// ---- what is kept of a call
+
+enum { VECTOR_BYTES = 16, MOST_DIMS = 4, MOST_TENSORS = 16, MOST_KEYS = 10, MOST_MADE = 24, MOST_NUMBERS = 256 };
+enum { READ = -1, SEEN = -2, MOST_SPANS = 32, BUCKETS = 256, MOST_KEPT = 512 };
+
+enum { TENSOR = 1, ADDRESS = 2 };
+typedef struct {  // what Python's rules are about; compared byte by byte
+    int64_t shape[MOST_DIMS], strides[MOST_DIMS];
+    Device device;
+    Element element;
+    uint8_t given, gradient, inference, dims;
+    uint64_t remainder;  // of the address, by VECTOR_BYTES
+} Kind;
+
+typedef struct { Kind kind; char *data; int64_t bytes; } Argument;  // bytes: to the end of its last element
+
+typedef struct Kept {
+    struct Kept *next;
+    int users;
+    uint64_t mark;
+    Kind kinds[MOST_TENSORS];
+    PyObject *keys[MOST_KEYS];  // a weak reference to the first one, unless it is None
+    PyObject *make, *result;
+    void *function;
+    unsigned grid, threads, shared_bytes;
+    bool pairs, early;
+    int spans, made, numbers;
+    int64_t span[2 * MOST_SPANS];  // begins and ends of memory that no tensor may share
+    // The number that is the address. READ: none of them, but the call reads the tensor; SEEN: it does not.
+    int16_t slots[MOST_TENSORS], made_slots[MOST_MADE];
+    uint16_t order[MOST_NUMBERS];  // the number of each parameter of the kernel
+    int64_t values[MOST_NUMBERS];
+} Kept;
+
+typedef struct {
+    PyObject_HEAD
+    const Exchange *exchange;
+    PyObject *capsule, *tensor, *grad_enabled;
+    LaunchKernel launch;
+    CurrentContext current;
+    void *context;
+    const volatile uint32_t *words;
+    int count, step, tensors, written, keys, kept;
+    unsigned addresses;  // bits of the arguments that may be addresses
+    Kept *buckets[BUCKETS];
+} Calls;
+
+static PyObject *REQUIRES_GRAD, *IS_INFERENCE;
+
+static void release(Kept *kept) {
+    if (--kept->users) return;
+    for (int i = 0; i < MOST_KEYS; i++) Py_XDECREF(kept->keys[i]);
+    Py_XDECREF(kept->make);
+    Py_XDECREF(kept->result);
+    PyMem_Free(kept);
+}
+
+static int Calls_clear(PyObject *object) {
+    Calls *self = (Calls *)object;
+    self->kept = 0;
+    for (int i = 0; i < BUCKETS; i++)
+        for (Kept *kept; (kept = self->buckets[i]);) {
+            self->buckets[i] = kept->next;
+            release(kept);
+        }
+    return 0;
+}
+
+// ---- reading a call
+
+static bool is_false(PyObject *flag) {
+    bool found = flag == Py_False;
+    Py_XDECREF(flag);
+    if (!flag) PyErr_Clear();
+    return found;
+}
+
+// What an argument is. False: it is declined.
+static bool look(const Calls *self, PyObject *object, int place, Argument *into) {
+    memset(into, 0, sizeof *into);
+    if (object == Py_None) return true;
+    if (self->addresses >> place & 1 && PyLong_Check(object)) {  // of memory that Python need not check
+        into->data = PyLong_AsVoidPtr(object);
+        into->kind.given = ADDRESS;
+        return !PyErr_Occurred();
+    }
+    if ((PyObject *)Py_TYPE(object) != self->tensor) return false;
+    View view;
+    if (self->exchange->view_of(object, &view)) {
+        PyErr_Clear();
+        return false;
+    }
+    if (!view.data || !view.shape || !view.strides || view.dims > MOST_DIMS) return false;
+    Kind *kind = &into->kind;
+    bool integers = view.element.code == SIGNED || view.element.code == UNSIGNED;  // which require no gradient
+    kind->gradient = !integers && !is_false(PyObject_GetAttr(object, REQUIRES_GRAD));
+    if (kind->gradient && !is_false(PyObject_CallObject(self->grad_enabled, NULL))) return false;
+    kind->inference = place == self->written && !is_false(PyObject_CallMethodObjArgs(object, IS_INFERENCE, NULL));
+    into->data = view.data + view.offset;
+    kind->given = TENSOR;
+    kind->dims = (uint8_t)view.dims;
+    kind->remainder = (uintptr_t)into->data % VECTOR_BYTES;
+    kind->element = view.element;
+    kind->device = view.device;
+    int64_t last = 0;
+    for (int i = 0; i < view.dims; i++) {
+        kind->shape[i] = view.shape[i];
+        kind->strides[i] = view.strides[i];
+        if (view.shape[i] < 1 || view.strides[i] < 0) return false;
+        last += (view.shape[i] - 1) * view.strides[i];
+    }
+    into->bytes = (last + 1) * view.element.bits * view.element.lanes / 8;
+    return true;
+}
+
+static bool look_at_all(const Calls *self, PyObject *const *tensors, Argument *into) {
+    for (int i = 0; i < self->tensors; i++)
+        if (!look(self, tensors[i], i, into + i)) return false;
+    return true;
+}
+
+static uint64_t mark_of(const Calls *self, const Argument *arguments, PyObject *const *keys) {
+    uint64_t mark = (uint64_t)arguments[0].kind.shape[0];
+    for (int i = 0; i < self->keys; i++) mark = (mark ^ (uintptr_t)keys[i] >> 4) * 0x9E3779B97F4A7C15u;
+    return mark ^ mark >> 32;
+}
+
+static bool same(const Calls *self, const Kept *kept, const Argument *arguments, PyObject *const *keys) {
+    for (int i = 1; i < self->keys; i++)
+        if (kept->keys[i] != keys[i]) return false;
+    if (kept->keys[0] == Py_None || keys[0] == Py_None) {
+        if (kept->keys[0] != keys[0]) return false;
+    } else if (PyWeakref_GetObject(kept->keys[0]) != keys[0]) return false;  // None once it is gone
+    for (int i = 0; i < self->tensors; i++)
+        if (memcmp(kept->kinds + i, &arguments[i].kind, sizeof(Kind))) return false;
+    return true;
+}
+
+static bool share(const Argument *one, int64_t begin, int64_t end) {
+    return (int64_t)one->data < end && begin < (int64_t)one->data + one->bytes;
+}
+
+// Whether all that is written is apart from all that is read. Some calls may share memory: Python knows which.
+static bool all_apart(const Calls *self, const Kept *kept, const Argument *arguments) {
+    const Argument *written = self->written < 0 ? NULL : arguments + self->written;
+    for (int i = 0; i < self->tensors; i++) {
+        const Argument *one = arguments + i;
+        if (!one->kind.given || kept->slots[i] < READ) continue;
+        for (int k = 0; k < kept->spans; k++)
+            if (share(one, kept->span[2 * k], kept->span[2 * k + 1])) return false;
+        if (written && one != written && share(one, (int64_t)written->data, (int64_t)written->data + written->bytes))
+            return false;
+    }
+    return true;
+}
+
+// ---- launching
+
+static int enqueue(const Calls *self, const Kept *kept, int64_t *values, void *stream, bool early) {
+    void *parameters[MOST_NUMBERS];
+    for (int i = 0; i < kept->numbers; i++) parameters[i] = values + kept->order[i];
+    Attribute attributes[2] = {{.id = CLUSTER_DIMENSION, .value = {2, 1, 1}}};
+    attributes[kept->pairs] = (Attribute){.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value = {1}};
+    const Config config = {
+        .grid = {kept->grid, 1, 1},
+        .block = {kept->threads, 1, 1},
+        .shared_bytes = kept->shared_bytes,
+        .stream = stream,
+        .attributes = attributes,
+        .count = kept->pairs + (kept->early && early),
+    };
+    int status;
+    Py_BEGIN_ALLOW_THREADS  // a full queue blocks until other threads have launched what it waits for
+    status = self->launch(&config, kept->function, parameters, NULL);
+    Py_END_ALLOW_THREADS
+    return status;
+}
+
+// What `make` returns, whose addresses become numbers.
+static PyObject *make_outputs(const Calls *self, const Kept *kept, int64_t *values) {
+    PyObject *pair = PyObject_CallObject(kept->make, NULL), *tensors = pair ? PyTuple_GetItem(pair, 1) : NULL;
+    if (tensors && PyTuple_Size(tensors) != kept->made && !PyErr_Occurred())
+        PyErr_SetString(PyExc_TypeError, "make: must return as many tensors as `add` was given slots for");
+    for (int i = 0; i < kept->made && !PyErr_Occurred(); i++) {
+        View view;
+        PyObject *tensor = PyTuple_GetItem(tensors, i);
+        if (tensor != Py_None && !self->exchange->view_of(tensor, &view))
+            values[kept->made_slots[i]] = (int64_t)(view.data + view.offset);
+    }
+    if (PyErr_Occurred()) Py_CLEAR(pair);
+    return pair;
+}
+
+static PyObject *launch(const Calls *self, const Kept *kept, const Argument *arguments, void *stream, bool early) {
+    int64_t values[MOST_NUMBERS];
+    memcpy(values, kept->values, kept->numbers * sizeof *values);
+    for (int i = 0; i < self->tensors; i++)
+        if (kept->slots[i] >= 0 && arguments[i].kind.given) values[kept->slots[i]] = (int64_t)arguments[i].data;
+    PyObject *made = NULL;
+    if (kept->make != Py_None && !(made = make_outputs(self, kept, values))) return NULL;
+    PyObject *result = NULL;
+    if (enqueue(self, kept, values, stream, early)) result = Py_NewRef(Py_None);  // Python will be told why, too
+    else result = PyTuple_Pack(2, kept->result, made ? PyTuple_GetItem(made, 0) : Py_None);
+    Py_XDECREF(made);
+    return result;
+}
+
+PyDoc_STRVAR(launch_doc, "launch(stream, early, *tensors, *keys)\n--\n\n"
+"Launch what `add` was given for such tensors and keys. Returns (its `result`, the first of what `make` returned or\n"
+"None); None: nothing was launched.");
+static PyObject *Calls_launch(PyObject *object, PyObject *const *given, Py_ssize_t count) {
+    Calls *self = (Calls *)object;
+    if (count != 2 + self->tensors + self->keys) {
+        PyErr_SetString(PyExc_TypeError, "launch: must be given a stream, early, and all tensors and keys");
+        return NULL;
+    }
+    void *stream = PyLong_AsVoidPtr(given[0]), *context = NULL;
+    if (PyErr_Occurred()) return NULL;
+    for (int i = 0; i < self->count; i += self->step)
+        if (self->words[i]) Py_RETURN_NONE;
+    if (self->current(&context) || context != self->context) Py_RETURN_NONE;
+    PyObject *const *keys = given + 2 + self->tensors;
+    Argument arguments[MOST_TENSORS];
+    if (!look_at_all(self, given + 2, arguments)) Py_RETURN_NONE;
+    uint64_t mark = mark_of(self, arguments, keys);
+    Kept *kept = self->buckets[mark % BUCKETS];
+    while (kept && !(kept->mark == mark && same(self, kept, arguments, keys))) kept = kept->next;
+    if (!kept || !all_apart(self, kept, arguments)) Py_RETURN_NONE;
+    kept->users++;  // another thread may have it forgotten
+    PyObject *result = launch(self, kept, arguments, stream, given[1] == Py_True);
+    release(kept);
+    return result;
+}
+
+// ---- keeping a call
+
+static int shorts(PyObject *tuple, int16_t *into, int most) {
+    Py_ssize_t count = PyTuple_Size(tuple);
+    for (Py_ssize_t i = 0; i < count && count <= most; i++) into[i] = (int16_t)PyLong_AsLong(PyTuple_GetItem(tuple, i));
+    return PyErr_Occurred() || count > most ? -1 : (int)count;
+}
+
+PyDoc_STRVAR(add_doc, "add(tensors, keys, slots, kernel, grid, pairs, early, spans, make, made, result)\n--\n\n"
+"Keep a launch for calls of such tensors and the same keys. Returns whether it can be kept.\n\n"
+"tensors, keys: tuples. keys are compared by identity; the first is None or is kept by a weak reference.\n"
+"slots: of each tensor the number that is its address; -1: none, but the call reads it; -2: nor does it read it.\n"
+"kernel: (function, threads of a CTA, dynamic shared memory, the numbers as int64, of each parameter its number as\n"
+"uint16).\n"
+"pairs, early: in clusters of 2; whether the launch may start before the one before has ended.\n"
+"spans: begins and ends, as int64, of memory that the kernel writes besides.\n"
+"make: None, or a function of no arguments that makes what the kernel writes and returns (what the caller gets, a\n"
+"tuple of tensors or None); made: the numbers that are their addresses.");
+static PyObject *Calls_add(PyObject *object, PyObject *args) {
+    Calls *self = (Calls *)object;
+    PyObject *tensors, *keys, *slots, *make, *made, *result;
+    unsigned long long function;
+    unsigned threads, shared_bytes, grid;
+    const char *values, *order, *spans;
+    Py_ssize_t value_bytes, order_bytes, span_bytes;
+    int pairs, early;
+    if (!PyArg_ParseTuple(args, "O!O!O!(KIIy#y#)Ippy#OO!O", &PyTuple_Type, &tensors, &PyTuple_Type, &keys, &PyTuple_Type,
+                          &slots, &function, &threads, &shared_bytes, &values, &value_bytes, &order, &order_bytes, &grid,
+                          &pairs, &early, &spans, &span_bytes, &make, &PyTuple_Type, &made, &result))
+        return NULL;
+    PyObject *each[MOST_TENSORS], *same_as[MOST_KEYS];
+    if (PyTuple_Size(tensors) != self->tensors || PyTuple_Size(keys) != self->keys) {
+        PyErr_SetString(PyExc_TypeError, "add: must be given as many tensors and keys as `launch`");
+        return NULL;
+    }
+    for (int i = 0; i < self->tensors; i++) each[i] = PyTuple_GetItem(tensors, i);
+    for (int i = 0; i < self->keys; i++) same_as[i] = PyTuple_GetItem(keys, i);
+    Argument arguments[MOST_TENSORS];
+    size_t numbers = value_bytes / sizeof(int64_t);
+    bool fits = numbers <= MOST_NUMBERS && order_bytes == (Py_ssize_t)(numbers * sizeof(uint16_t));
+    if (!fits || span_bytes > (Py_ssize_t)sizeof((Kept *)0)->span || !look_at_all(self, each, arguments)) Py_RETURN_FALSE;
+    if (self->kept >= MOST_KEPT) Calls_clear(object);
+    Kept *kept = PyMem_Calloc(1, sizeof *kept);
+    if (!kept) return PyErr_NoMemory();
+    kept->users = 1;
+    for (int i = 0; i < self->tensors; i++) kept->kinds[i] = arguments[i].kind;
+    for (int i = 0; i < self->keys; i++)
+        if (!(kept->keys[i] = i || same_as[i] == Py_None ? Py_NewRef(same_as[i]) : PyWeakref_NewRef(same_as[i], NULL))) break;
+    kept->make = Py_NewRef(make);
+    kept->result = Py_NewRef(result);
+    kept->made = shorts(made, kept->made_slots, MOST_MADE);
+    int with_slots = shorts(slots, kept->slots, MOST_TENSORS);
+    kept->function = (void *)(uintptr_t)function;
+    kept->grid = grid;
+    kept->threads = threads;
+    kept->shared_bytes = shared_bytes;
+    kept->pairs = pairs;
+    kept->early = early;
+    kept->numbers = (int)numbers;
+    kept->spans = (int)(span_bytes / (2 * sizeof(int64_t)));
+    memcpy(kept->span, spans, span_bytes);
+    memcpy(kept->values, values, value_bytes);
+    memcpy(kept->order, order, order_bytes);
+    for (size_t i = 0; i < numbers; i++) fits &= kept->order[i] < numbers;
+    for (int i = 0; i < with_slots; i++) fits &= kept->slots[i] >= SEEN && kept->slots[i] < (int)numbers;
+    for (int i = 0; i < kept->made; i++) fits &= kept->made_slots[i] >= 0 && kept->made_slots[i] < (int)numbers;
+    if (PyErr_Occurred() || !fits || with_slots != self->tensors || kept->made < 0) {
+        release(kept);
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "add: slots must be numbers of the kernel");
+        return NULL;
+    }
+    kept->mark = mark_of(self, arguments, same_as);
+    kept->next = self->buckets[kept->mark % BUCKETS];
+    self->buckets[kept->mark % BUCKETS] = kept;
+    self->kept++;
+    Py_RETURN_TRUE;
+}
+
+// ---- the type
+
+static int Calls_traverse(PyObject *object, visitproc visit, void *arg) {
+    Calls *self = (Calls *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->tensor);
+    for (int i = 0; i < BUCKETS; i++)
+        for (Kept *kept = self->buckets[i]; kept; kept = kept->next) {
+            for (int k = 0; k < self->keys; k++) Py_VISIT(kept->keys[k]);
+            Py_VISIT(kept->make);
+            Py_VISIT(kept->result);
+        }
+    return 0;
+}
+
+static void Calls_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    Calls_clear(object);
+    Py_XDECREF(((Calls *)object)->tensor);
+    Py_XDECREF(((Calls *)object)->capsule);
+    Py_XDECREF(((Calls *)object)->grad_enabled);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static PyObject *Calls_forget(PyObject *object, PyObject *nothing) {
+    Calls_clear(object);
+    Py_RETURN_NONE;
+}
+
+static PyObject *Calls_new(PyTypeObject *type, PyObject *args, PyObject *words) {
+    PyObject *capsule, *tensor, *grad_enabled;
+    unsigned long long launch, current, context, reported;
+    int count, step, tensors, written, keys;
+    unsigned addresses;
+    if (!PyArg_ParseTuple(args, "OOO(KKK)(Kii)iiiI", &capsule, &tensor, &grad_enabled, &launch, &current, &context, &reported, &count, &step,
+                          &tensors, &written, &keys, &addresses))
+        return NULL;
+    const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (!exchange) return NULL;
+    bool fits = tensors > 0 && tensors <= MOST_TENSORS && written < tensors && keys > 0 && keys <= MOST_KEYS && step > 0;
+    if (exchange->major != MAJOR_VERSION || !exchange->view_of || !fits) {
+        PyErr_SetString(PyExc_ValueError, fits ? "exchange: must be DLPack 1" : "Calls: too many tensors or keys");
+        return NULL;
+    }
+    Calls *self = (Calls *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!self) return NULL;
+    self->exchange = exchange;
+    self->capsule = Py_NewRef(capsule);
+    self->tensor = Py_NewRef(tensor);
+    self->grad_enabled = Py_NewRef(grad_enabled);
+    self->launch = (LaunchKernel)(uintptr_t)launch;
+    self->current = (CurrentContext)(uintptr_t)current;
+    self->context = (void *)(uintptr_t)context;
+    self->words = (const uint32_t *)(uintptr_t)reported;
+    self->count = count;
+    self->step = step;
+    self->tensors = tensors;
+    self->written = written;
+    self->addresses = addresses;
+    self->keys = keys;
+    return (PyObject *)self;
+}
+
+PyDoc_STRVAR(calls_doc, "Calls(exchange, tensor, grad_enabled, driver, reports, tensors, written, keys, addresses)\n--\n\n"
+"Launches that are kept, of one operation of one rank.\n\n"
+"exchange, tensor, grad_enabled: torch's capsule of DLPack's exchange API, its class of tensors, is_grad_enabled.\n"
+"driver: addresses of cuLaunchKernelEx and cuCtxGetCurrent, and the context that must be current.\n"
+"reports: (address, count, step): every step-th of so many words must be 0.\n"
+"tensors, keys: how many a call has; written: which tensor the kernel writes, -1: none of them.\n"
+"addresses: bits of those that may be addresses instead, of memory that need not be checked.");
+static PyMethodDef METHODS[] = {
+    {"launch", (PyCFunction)(void (*)(void))Calls_launch, METH_FASTCALL, launch_doc},
+    {"add", Calls_add, METH_VARARGS, add_doc},
+    {"forget", Calls_forget, METH_NOARGS, "forget()\n--\n\nForget all."},
+    {0},
+};
+static PyType_Slot SLOTS[] = {
+    {Py_tp_doc, (void *)calls_doc}, {Py_tp_new, Calls_new},      {Py_tp_dealloc, Calls_dealloc},
+    {Py_tp_traverse, Calls_traverse}, {Py_tp_clear, Calls_clear}, {Py_tp_methods, METHODS}, {0},
+};
+static PyType_Spec SPEC = {"cute_ep.runtime._launcher.Calls", sizeof(Calls), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, SLOTS};
+
+static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_launcher", "Launches of calls that come again.", -1};
+
+PyMODINIT_FUNC PyInit__launcher(void) {
+    PyObject *module = PyModule_Create(&MODULE), *type = PyType_FromSpec(&SPEC);
+    REQUIRES_GRAD = PyUnicode_InternFromString("requires_grad");
+    IS_INFERENCE = PyUnicode_InternFromString("is_inference");
+    if (!module || !type || !REQUIRES_GRAD || !IS_INFERENCE || PyModule_AddObject(module, "Calls", type)) {
+        Py_XDECREF(module);
+        Py_XDECREF(type);
+        return NULL;
+    }
+    return module;
+}

@@ -1,0 +1,207 @@
+"""Dispatches of DeepEP's interface for which the host waits, on an emulated GPU: what is queued before the host polls,
+what it allocates, and that no torch operation reads counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from cute_ep.api.errors import EPTimeout
+from cute_ep.integrations.common import pools
+from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
+from cute_ep.layouts.maps.routing import Phase
+from cute_ep.runtime import connection, group_pool, host_words
+from cute_ep.runtime.group_pool import GroupPool
+from tests.emulated_counts import Stream, arrive
+from tests.fake_gpu import Launches, MakeRank, report
+
+HIDDEN, SLOTS, EXPERTS, ROOM = 1024, 4, 8, 64
+MOVED = "dispatch_rank_major"
+
+
+class Waits:
+    """What happens when the host first polls in vain: the counts of two ranks come.
+
+    Attributes:
+        tokens: of the other rank.
+        queued: what was launched by then, in each wait.
+    """
+
+    def __init__(self, launches: Launches, telling: Stream) -> None:
+        self.launches, self.telling, self.tokens = launches, telling, 3
+        self.queued: list[list[str]] = []
+        self.pool: GroupPool
+
+    def come(self, seconds: float) -> None:
+        self.queued.append(self.launches.kernels)
+        with _disable_current_modes():
+            for counting in self.pool._counting.values():
+                row = torch.zeros(counting.table.shape[1], dtype=torch.int32)
+                row[[0, 2, 2 + EXPERTS]] = self.tokens
+                arrive(counting, torch.stack([row, row]))
+        self.telling.run()
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch, launches: Launches, telling: Stream) -> Waits:
+    made = Waits(launches, telling)
+    telling.at_once = False
+    monkeypatch.setattr(host_words, "give_way", made.come)
+    return made
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank) -> Any:
+    """That of rank 0 of two."""
+    monkeypatch.setattr(connection, "connect_checked", lambda check, cfg, group, sms: make_rank(cfg))
+    monkeypatch.setattr(group_pool, "count_ranks", lambda group, call: group.size())
+    monkeypatch.setattr(group_pool, "gather", lambda group, one: [one])
+    return SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+
+
+@pytest.fixture
+def buffer(group: Any, waits: Waits) -> Buffer:
+    made = Buffer(group)
+    waits.pool = made._pool
+    return made
+
+
+def dispatching(buffer: Buffer, tokens: int, *, scaled: bool = False) -> Callable[[], tuple]:
+    """A dispatch of so many tokens, with the layout that the buffer has made; `scaled`: of FP8 rows with fewer scale
+    factors than travel."""
+    ids, weights = torch.rand(tokens, EXPERTS).topk(SLOTS).indices, torch.rand(tokens, SLOTS)
+    by_rank, _, by_expert, goes, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+    x, layout = torch.randn(tokens, HIDDEN), (by_rank, None, goes, by_expert)
+    sent = (x.to(torch.float8_e4m3fn), torch.rand(tokens, 3)) if scaled else x.bfloat16()
+    return lambda: buffer.dispatch(sent, None, *layout, ids, weights)
+
+
+def test_rows_are_sent_before_the_host_polls(buffer: Buffer, waits: Waits, launches: Launches, no_wait: None) -> None:
+    """Once the ranks are connected: into memory for all that may come, of which a view is returned."""
+    dispatching(buffer, 3)()
+    assert waits.queued == [[MOVED]] and launches.kernels == [MOVED] * 2
+    assert launches.last().arguments["out.capacity"] == 2 * waits.tokens
+    rows, ids, weights, received, handle, _ = dispatching(buffer, 3)()
+    assert waits.queued[1] == launches.kernels == [MOVED] * 4
+    assert launches.last().values("out.tokens", "out.capacity") == (rows.data_ptr(), 2 * ROOM)
+    assert [len(one) for one in (rows, ids, weights, handle.recv_src_idx)] == [2 * waits.tokens] * 4
+    assert received == [2 * waits.tokens, 0, 0, 0]
+    buffer.combine(rows, handle)
+    assert launches.last().values("rows.data", "rows.capacity") == (rows.data_ptr(), 2 * waits.tokens)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["bf16", "fp8"])
+def test_a_rank_with_too_many_tokens_sends_none_and_all_send_again(
+    buffer: Buffer, waits: Waits, launches: Launches, scaled: bool
+) -> None:
+    dispatching(buffer, 3, scaled=scaled)()
+    first = len(launches)
+    waits.tokens = ROOM + 6
+    rows, *_ = dispatching(buffer, waits.tokens, scaled=scaled)()
+    rows = rows[0] if scaled else rows
+    _, early, again = list(launches)[first:]
+    assert waits.queued[1] == launches.kernels[:-1]
+    assert early.values("input.tokens", "out.capacity") == (0, 2 * ROOM)
+    assert again.values("input.tokens", "out.capacity") == (waits.tokens, len(rows)) == (ROOM + 6, 2 * (ROOM + 6))
+    assert early.arguments["group.arena"] == again.arguments["group.arena"]
+    dispatching(buffer, waits.tokens, scaled=scaled)()
+    assert launches.kernels[first + 3 :] == [MOVED] * 2
+
+
+def test_a_rank_sends_again_where_another_had_too_many_tokens(buffer: Buffer, waits: Waits, launches: Launches) -> None:
+    dispatching(buffer, 3)()
+    first = len(launches)
+    waits.tokens = ROOM + 1
+    dispatching(buffer, 5)()
+    _, early, again = list(launches)[first:]
+    assert early.arguments["input.tokens"] == again.arguments["input.tokens"] == 5
+
+
+def test_more_memory_than_a_guess_may_take_is_allocated_when_rows_are_known(
+    buffer: Buffer, waits: Waits, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, bound in enumerate((2 * ROOM * 2 * HIDDEN, 2 * ROOM * 2 * HIDDEN - 1)):
+        monkeypatch.setattr(pools, "EARLY_BYTES", bound)
+        dispatching(buffer, 3)()
+        dispatching(buffer, 3)()
+        assert launches.last().arguments["out.capacity"] == (2 * ROOM, 2 * waits.tokens)[number]
+
+
+def test_a_timeout_of_the_counts_ends_the_call(
+    buffer: Buffer, waits: Waits, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatching(buffer, 3)()
+    (counting,) = buffer._pool._counting.values()
+
+    def fail(seconds: float) -> None:
+        report(counting.communicator, Phase.ROUTE_TABLE, 0, 2, 1, peer=1)
+
+    monkeypatch.setattr(host_words, "give_way", fail)
+    with pytest.raises(EPTimeout, match="ROUTE_TABLE of rank 1"):
+        dispatching(buffer, 3)()
+
+
+def test_an_interrupted_wait_leaves_a_usable_buffer(
+    buffer: Buffer, waits: Waits, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both rounds were launched, so the other ranks' calls end."""
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    dispatching(buffer, 3)()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(host_words, "give_way", interrupt)
+        dispatching(buffer, 3)()
+    assert launches.kernels == [MOVED] * 4
+    rows, *_ = dispatching(buffer, 3)()
+    assert len(rows) == 2 * waits.tokens
+
+
+@pytest.mark.parametrize("expand", [False, True], ids=["by rank", "expanded"])
+def test_an_elastic_buffer_sends_rows_before_the_host_polls(
+    group: Any, waits: Waits, launches: Launches, no_wait: None, expand: bool
+) -> None:
+    buffer = ElasticBuffer(group, num_max_tokens_per_rank=16)
+    waits.pool = buffer._pool
+    ids, x = torch.rand(3, EXPERTS).topk(SLOTS).indices, torch.randn(3, HIDDEN).bfloat16()
+    kernel = "dispatch" if expand else MOVED
+    for turn in range(2):
+        rows, *_, handle, _ = buffer.dispatch(x, ids, num_experts=EXPERTS, do_expand=expand, expert_alignment=4)
+        assert len(rows) == handle.room == (8 if expand else 6)
+        assert waits.queued[turn][2 * turn :] == [MOVED, kernel][: 1 + turn]
+        worst = 2 * 16 * SLOTS + 3 * 4 if expand else 2 * 16
+        assert launches.last().arguments["out.capacity"] == (worst if turn else len(rows))
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations of torch by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.counted[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_waiting_dispatch_takes_few_operations_of_torch(
+    buffer: Buffer, waits: Waits, launches: Launches, no_wait: None
+) -> None:
+    """Each takes the host microseconds. None reads counts or copies, but for the one that widens ids."""
+    call = dispatching(buffer, 3)
+    call()
+    first, operations = len(launches), Operations()
+    with operations:
+        call()
+    assert len(launches) - first == 2
+    # memory of sums, rows and all else; counts as a row; four tensors of as many rows as came; `detach` is of views
+    made = {"empty": 3, "view": 2, "expand": 1, "as_strided": 3, "slice": 4, "select": 1, "_to_copy": 1}
+    assert {name: count for name, count in operations.counted.items() if name != "detach"} == made
