@@ -13,7 +13,6 @@ from torch._inductor import config as inductor_config
 from torch.library import opcheck
 
 import cute_ep.ops
-from cute_ep.api.buffers import BUFFERS
 from cute_ep.api.config import EPConfig
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.reference.backend import connect_reference
@@ -22,7 +21,14 @@ from cute_ep.testing.workloads import make_inputs
 from tests.ops.layer import check, given, gradients, layer
 from tests.ops.ranks import ALONE
 from tests.ops.test_memory import check_poisoned, check_poisoned_layer
-from tests.ops.test_opcheck import defined_memory, uncounted  # noqa: F401, fixtures
+from tests.ops.test_opcheck import (  # noqa: F401, two fixtures
+    check_backward,
+    check_combine,
+    check_dispatch,
+    check_given_memory,
+    defined_memory,
+    uncounted,
+)
 from tests.ops.test_processes import run_on_two
 from tests.ops.worker import CHECKS
 
@@ -44,36 +50,17 @@ def inputs(seed: int = 1, tokens: int = 7) -> tuple[torch.Tensor, torch.Tensor, 
     return one.x.cuda(), one.topk_ids.cuda(), one.router_weights.cuda()
 
 
-def order() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32, device="cuda")
-
-
-def passes(op: Callable, arguments: tuple) -> bool:
-    return set(opcheck(op, arguments).values()) == {"SUCCESS"}
-
-
 @pytest.mark.usefixtures("uncounted")
 def test_opcheck(ep: EPCommunicator) -> None:
-    comm, (x, ids, weights) = cute_ep.ops.register(ep), inputs()
-    assert passes(OPS.dispatch, (x.clone().requires_grad_(), ids, weights, None, comm, None, True, order()))
-    batch = cute_ep.ops.dispatch(x, ids, weights, comm)
-    kept = batch.topk_ids, weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights
-    rows = torch.randn_like(batch.tokens)
+    check_dispatch(ep, gradient=True)
     for mode in ("exact", "partial", "unweighted"):
-        assert passes(OPS.combine, (rows, *kept, comm, mode, torch.float32, order()) if mode != "unweighted" else (
-            rows, ids, None, *kept[2:], comm, mode, torch.float32, order()))  # fmt: skip
-    assert passes(OPS.combine_backward, (x, rows, *kept, comm, 21, order()))
+        check_combine(ep, mode)
+    check_backward(ep, "both")
 
 
 @pytest.mark.usefixtures("defined_memory", "uncounted")
 def test_opcheck_of_calls_into_given_memory(ep: EPCommunicator) -> None:
-    (x, ids, weights), comm, buffers = inputs(), cute_ep.ops.register(ep), ep.allocate()
-    tensors = [getattr(buffers, name) for name in BUFFERS]
-    assert passes(OPS.dispatch_out, (x, ids, weights, None, comm, order(), *tensors))
-    batch = cute_ep.ops.dispatch_into(x, ids, weights, comm, buffers)
-    kept = batch.topk_ids, weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights
-    rows, out = torch.randn(batch.tokens.shape, device="cuda").bfloat16(), torch.empty_like(x)
-    assert passes(OPS.combine_out, (rows, *kept, comm, "partial", order(), out))
+    check_given_memory(ep)
 
 
 def test_opcheck_of_fused_silu() -> None:

@@ -13,7 +13,6 @@ from torch.library import opcheck
 import cute_ep.ops
 from cute_ep import connect_local
 from cute_ep.api.buffers import BUFFERS
-from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.arena import HeaderWord
@@ -33,9 +32,9 @@ def ep() -> EPCommunicator:
     return ep
 
 
-def inputs(cfg: EPConfig = ALONE) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    (one,) = make_inputs(cfg, (TOKENS,), "masked", 1)
-    return one.x, one.topk_ids, one.router_weights
+def inputs(ep: EPCommunicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (one,) = make_inputs(ep.cfg, (TOKENS,), "masked", 1)
+    return one.x.to(ep.device), one.topk_ids.to(ep.device), one.router_weights.to(ep.device)
 
 
 def kept(batch: cute_ep.ops.Batch) -> tuple[torch.Tensor | None, ...]:
@@ -43,8 +42,40 @@ def kept(batch: cute_ep.ops.Batch) -> tuple[torch.Tensor | None, ...]:
     return batch.topk_ids, batch.router_weights, batch.row_offsets, *of_all
 
 
-def order() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32)
+def order(ep: EPCommunicator) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=ep.device)
+
+
+def check_dispatch(ep: EPCommunicator, *, gradient: bool = False, capacity: int | None = None) -> None:
+    x, ids, weights = inputs(ep)
+    scale = torch.tensor([2.0]) if ep.cfg.dispatch_format == "nvfp4" else None
+    given = x.requires_grad_(gradient), ids, weights, scale, cute_ep.ops.register(ep), capacity
+    assert passes(OPS.dispatch, (*given, True, None, order(ep)))
+
+
+def check_combine(ep: EPCommunicator, mode: str, *, gradient: bool = False) -> None:
+    x, ids, weights = inputs(ep)
+    batch = cute_ep.ops.dispatch(x, ids, weights.requires_grad_(gradient), cute_ep.ops.register(ep))
+    rows = torch.randn_like(batch.tokens).requires_grad_(gradient)
+    read = kept(batch if mode != "unweighted" else batch._replace(router_weights=None))
+    assert passes(OPS.combine, (rows, *read, batch.comm, mode, torch.float32, order(ep)))
+
+
+def check_backward(ep: EPCommunicator, wanted: str) -> None:
+    x, ids, weights = inputs(ep)
+    batch = cute_ep.ops.dispatch(x, ids, weights, cute_ep.ops.register(ep))
+    rows = None if wanted == "rows" else torch.randn_like(batch.tokens)
+    capacity = None if wanted == "weights" else 21
+    assert passes(OPS.combine_backward, (torch.randn_like(x), rows, *kept(batch), batch.comm, capacity, order(ep)))
+
+
+def check_given_memory(ep: EPCommunicator) -> None:
+    (x, ids, weights), comm, buffers = inputs(ep), cute_ep.ops.register(ep), ep.allocate()
+    tensors = [getattr(buffers, name) for name in BUFFERS]
+    assert passes(OPS.dispatch_out, (x, ids, weights, None, comm, None, order(ep), *tensors))
+    batch = cute_ep.ops.dispatch_into(x, ids, weights, comm, buffers)
+    rows, out = torch.randn_like(batch.tokens), torch.empty_like(x)
+    assert passes(OPS.combine_out, (rows, *kept(batch), comm, "partial", order(ep), out))
 
 
 def passes(op: Any, arguments: tuple) -> bool:
@@ -69,18 +100,14 @@ def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("gradient", [False, True], ids=["plain", "gradient"])
 @pytest.mark.parametrize("capacity", [None, 37], ids=["largest", "37 rows"])
 def test_dispatch(ep: EPCommunicator, gradient: bool, capacity: int | None) -> None:
-    x, ids, weights = inputs()
-    given = x.requires_grad_(gradient), ids, weights, None, cute_ep.ops.register(ep), capacity
-    assert passes(OPS.dispatch, (*given, True, None, order()))
+    check_dispatch(ep, gradient=gradient, capacity=capacity)
 
 
 @pytest.mark.usefixtures("uncounted")
 @pytest.mark.parametrize("fmt", ["fp8", "mxfp8", "nvfp4", "nvfp4_row"])
 def test_dispatch_in_other_formats(fmt: Any) -> None:
-    cfg = replace(ALONE, dispatch_format=fmt, hidden=128, row_alignment=None)
-    (ep,) = connect_local(cfg, ["cpu"])
-    scale = torch.tensor([2.0]) if fmt == "nvfp4" else None
-    assert passes(OPS.dispatch, (*inputs(cfg), scale, cute_ep.ops.register(ep), None, True, None, order()))
+    (ep,) = connect_local(replace(ALONE, dispatch_format=fmt, hidden=128, row_alignment=None), ["cpu"])
+    check_dispatch(ep)
 
 
 @pytest.mark.parametrize(
@@ -89,20 +116,12 @@ def test_dispatch_in_other_formats(fmt: Any) -> None:
     ids=["exact", "partial", "unweighted", "exact with gradient", "partial with gradient"],
 )
 def test_combine(ep: EPCommunicator, mode: str, gradient: bool) -> None:
-    x, ids, weights = inputs()
-    batch = cute_ep.ops.dispatch(x, ids, weights.requires_grad_(gradient), cute_ep.ops.register(ep))
-    rows = torch.randn(batch.tokens.shape).bfloat16().requires_grad_(gradient)
-    read = kept(batch if mode != "unweighted" else batch._replace(router_weights=None))
-    assert passes(OPS.combine, (rows, *read, batch.comm, mode, torch.float32, order()))
+    check_combine(ep, mode, gradient=gradient)
 
 
 @pytest.mark.parametrize("wanted", ["rows", "weights", "both"])
 def test_combine_backward(ep: EPCommunicator, wanted: str) -> None:
-    x, ids, weights = inputs()
-    batch = cute_ep.ops.dispatch(x, ids, weights, cute_ep.ops.register(ep))
-    rows = None if wanted == "rows" else torch.randn(batch.tokens.shape).bfloat16()
-    capacity = None if wanted == "weights" else 21
-    assert passes(OPS.combine_backward, (torch.randn(x.shape), rows, *kept(batch), batch.comm, capacity, order()))
+    check_backward(ep, wanted)
 
 
 @pytest.fixture
@@ -114,9 +133,4 @@ def defined_memory() -> Iterator[None]:
 
 @pytest.mark.usefixtures("defined_memory", "uncounted")
 def test_calls_into_given_memory(ep: EPCommunicator) -> None:
-    (x, ids, weights), comm, buffers = inputs(), cute_ep.ops.register(ep), ep.allocate()
-    tensors = [getattr(buffers, name) for name in BUFFERS]
-    assert passes(OPS.dispatch_out, (x, ids, weights, None, comm, None, order(), *tensors))
-    batch = cute_ep.ops.dispatch_into(x, ids, weights, comm, buffers)
-    rows, out = torch.randn(batch.tokens.shape).bfloat16(), torch.empty_like(x)
-    assert passes(OPS.combine_out, (rows, *kept(batch), comm, "partial", order(), out))
+    check_given_memory(ep)
