@@ -157,3 +157,19 @@ class TestArguments:
         for tensor in (torch.ones(1, 1, 1, 1, 1), torch.ones(0), one.to_sparse(), 5):
             assert not keep(tensor)
         assert not keep(one.clone(), 257) and not keep(one.clone(), spans=33)
+
+    def test_bytes_that_are_no_whole_numbers_are_not_kept(self, calls: launcher.Calls) -> None:
+        """As many numbers as there is room for, and a part of one more; spans with a begin and no end."""
+        one = torch.ones(3)
+        for numbers, spans in ((bytes(8 * 256 + 7), b""), (bytes(8 * 256), bytes(24))):
+            kernel = 9, 512, 48, numbers, bytes(2 * 256)
+            assert not calls.add((one, one), (None, 5), (0, 1), kernel, 4, False, False, spans, None, (), 7)
+
+    def test_a_number_that_is_no_address_is_declined(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By both functions, and without an error that would come out elsewhere."""
+        driver = (ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda context: 0),)
+        monkeypatch.setattr(launcher, "driver_addresses", lambda: (0, ctypes.cast(driver[0], ctypes.c_void_p).value))
+        calls = launcher.make_calls(0, (0, 0, 4), tensors=1, written=-1, keys=1, addresses=1)
+        kernel = 9, 512, 48, bytes(8), bytes(2)
+        assert calls.launch(0, False, 1 << 64, None) is None
+        assert calls.add((1 << 64,), (None,), (0,), kernel, 4, False, False, b"", None, (), 7) is False
