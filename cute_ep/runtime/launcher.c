@@ -127,7 +127,9 @@ static bool look(const Calls *self, PyObject *object, int place, Argument *into)
     if (self->addresses >> place & 1 && PyLong_Check(object)) {  // of memory that Python need not check
         into->data = PyLong_AsVoidPtr(object);
         into->kind.given = ADDRESS;
-        return !PyErr_Occurred();
+        bool fits = !PyErr_Occurred();
+        PyErr_Clear();
+        return fits;
     }
     if ((PyObject *)Py_TYPE(object) != self->tensor) return false;
     View view;
@@ -316,7 +318,8 @@ static PyObject *Calls_add(PyObject *object, PyObject *args) {
     for (int i = 0; i < self->keys; i++) same_as[i] = PyTuple_GetItem(keys, i);
     Argument arguments[MOST_TENSORS];
     size_t numbers = value_bytes / sizeof(int64_t);
-    bool fits = numbers <= MOST_NUMBERS && order_bytes == (Py_ssize_t)(numbers * sizeof(uint16_t));
+    bool whole = value_bytes % sizeof(int64_t) == 0 && span_bytes % (2 * sizeof(int64_t)) == 0;
+    bool fits = whole && numbers <= MOST_NUMBERS && order_bytes == (Py_ssize_t)(numbers * sizeof(uint16_t));
     if (!fits || span_bytes > (Py_ssize_t)sizeof((Kept *)0)->span || !look_at_all(self, each, arguments)) Py_RETURN_FALSE;
     if (self->kept >= MOST_KEPT) Calls_clear(object);
     Kept *kept = PyMem_Calloc(1, sizeof *kept);

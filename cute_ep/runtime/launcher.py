@@ -55,12 +55,13 @@ def _calls(driver: tuple[int, int, int], reports: tuple[int, int, int], *numbers
 
 
 def driver_addresses() -> tuple[int, int]:
-    """Addresses of cuLaunchKernelEx and cuCtxGetCurrent. EPError: there is no CUDA driver."""
+    """Addresses of cuLaunchKernelEx and cuCtxGetCurrent. EPError: there is no CUDA driver, or one without these."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
+        calls = library.cuLaunchKernelEx, library.cuCtxGetCurrent
+    except (OSError, AttributeError) as error:
         raise EPError(f"CUDA driver: {error}") from None
-    launch, current = (ctypes.cast(one, ctypes.c_void_p) for one in (library.cuLaunchKernelEx, library.cuCtxGetCurrent))
+    launch, current = (ctypes.cast(one, ctypes.c_void_p) for one in calls)
     return launch.value or 0, current.value or 0
 
 

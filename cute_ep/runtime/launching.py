@@ -10,7 +10,7 @@ import torch
 
 from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPInputError
+from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.provenance import Origin
 from cute_ep.api.rounds import Rounds
@@ -19,6 +19,10 @@ from cute_ep.runtime.launch_cache import LaunchCache, LaunchShape
 from cute_ep.runtime.parts import RankParts
 from cute_ep.runtime.repeats import RECEIVING, Kind, Repeats
 from cute_ep.torch_internals import current_stream, profiler_enabled
+
+UNLAUNCHED = (EPError, RuntimeError)
+"""What ends a call before it is launched: the driver, or torch where it allocates. A handler of signals may raise all
+else, at any moment."""
 
 
 class Call(NamedTuple):
@@ -137,7 +141,7 @@ class Launching(EPCommunicator):
                 made = pending_of(shape)
                 count(made)
         except BaseException as error:
-            self._interrupted = not isinstance(error, Exception)
+            self._interrupted |= not isinstance(error, UNLAUNCHED)
             raise
         return shape, made
 
@@ -175,5 +179,5 @@ class Launching(EPCommunicator):
                     kernel.launch(shape.ctas, numbers, stream, early=early, pairs=shape.pairs)
             count(*counted)
         except BaseException as error:
-            self._interrupted = not isinstance(error, Exception)
+            self._interrupted |= not isinstance(error, UNLAUNCHED)
             raise

@@ -96,6 +96,14 @@ def test_rows_are_sent_before_the_host_polls(buffer: Buffer, waits: Waits, launc
     assert launches.last().values("rows.data", "rows.capacity") == (rows.data_ptr(), 2 * waits.tokens)
 
 
+def test_what_is_returned_may_be_changed_in_gradients(buffer: Buffer, waits: Waits, launches: Launches) -> None:
+    """Whether it is all of its memory or not: torch refuses that of views that were made without gradients."""
+    for _ in range(2):
+        rows, _, weights, *_ = dispatching(buffer, 3)()
+        for one in (rows, weights):
+            assert one.mul_(torch.ones((), requires_grad=True)).requires_grad
+
+
 @pytest.mark.parametrize("scaled", [False, True], ids=["bf16", "fp8"])
 def test_a_rank_with_too_many_tokens_sends_none_and_all_send_again(
     buffer: Buffer, waits: Waits, launches: Launches, scaled: bool

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import threading
 import tomllib
+import weakref
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -68,7 +69,8 @@ class Lone:
     def dispatch(self, dispatcher: Any, tokens: int) -> Any:
         ids = torch.arange(2, dtype=torch.int32).expand(tokens, 2).contiguous()
         return dispatcher.dispatch(
-            torch.ones(tokens, 64).bfloat16(), self.module.StandardTopKOutput(torch.ones(tokens, 2), ids, ids)
+            torch.ones(tokens, dispatcher.cfg.hidden).bfloat16(),
+            self.module.StandardTopKOutput(torch.ones(tokens, 2), ids, ids),
         )
 
 
@@ -130,6 +132,20 @@ def test_calls_come_in_pairs_and_combine_takes_final_rows_only(
     with pytest.raises(EPInputError, match="routewise_layout: must be None"):
         dispatcher.combine(given(rows, None, layout))
     assert torch.equal(dispatcher.combine(given(rows, None)), torch.full((3, 64), 2.0).bfloat16())
+
+
+@pytest.mark.parametrize("extend", [False, True], ids=["decode", "extend"])
+def test_the_runner_can_free_rows(sglang: dict[str, Any], monkeypatch: pytest.MonkeyPatch, extend: bool) -> None:
+    """By `set_`: where gradients are only off, a view would keep the memory of what it is a view of."""
+    lone = Lone(monkeypatch, tokens=512)
+    monkeypatch.setattr(lone.module, "get_is_extend_in_batch", lambda: extend)
+    with torch.no_grad():
+        output = lone.dispatch(lone.make(hidden_size=128, use_fp8_dispatch=True), 300)
+    for one in (output.hidden_states, output.hidden_states_scale):
+        memory = weakref.ref(one.untyped_storage())
+        assert one.untyped_storage() is memory() and (one.untyped_storage().nbytes() > one.nbytes) == extend
+        one.set_(one.new_empty(0))
+        assert memory() is None
 
 
 def test_layers_of_equal_sizes_share_a_communicator(sglang: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ SOURCE = Path(launcher.__file__).with_suffix(".c")
 EXCHANGE = b"dlpack_exchange_api"
 COMPILER = shutil.which("gcc")
 FLAGS = ("-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-missing-field-initializers")
+STABLE = ("-Wno-deprecated-declarations",)
+"""PyWeakref_GetObject is deprecated since 3.13, and its successor is not in the stable ABI of 3.11."""
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def asked_again() -> Iterator[None]:
 def test_it_compiles_without_a_warning(tmp_path: Path) -> None:
     """As it does in a wheel, whose flags are fewer; and what was compiled can be imported."""
     made, include = tmp_path / "_launcher.abi3.so", sysconfig.get_path("include")
-    subprocess.run([COMPILER, *FLAGS, "-Werror", f"-I{include}", SOURCE, "-o", made], check=True)
+    subprocess.run([COMPILER, *FLAGS, *STABLE, "-Werror", f"-I{include}", SOURCE, "-o", made], check=True)
     code = "import _launcher; assert _launcher.Calls.__doc__"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
@@ -76,12 +78,16 @@ def test_a_torch_with_another_table_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_a_driver_there_are_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor with one that does not know the calls."""
+
     def gone(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(launcher.ctypes, "CDLL", gone)
-    with pytest.raises(EPError, match=r"^CUDA driver: libcuda\.so\.1: cannot open"):
-        launcher.driver_addresses()
+    real = ctypes.CDLL
+    for found, rule in ((gone, r"libcuda\.so\.1: cannot open"), (lambda name: real(None), "cuLaunchKernelEx")):
+        monkeypatch.setattr(launcher.ctypes, "CDLL", found)
+        with pytest.raises(EPError, match=rf"^CUDA driver: .*{rule}"):
+            launcher.driver_addresses()
 
 
 BLOCKED = """
@@ -157,3 +163,19 @@ class TestArguments:
         for tensor in (torch.ones(1, 1, 1, 1, 1), torch.ones(0), one.to_sparse(), 5):
             assert not keep(tensor)
         assert not keep(one.clone(), 257) and not keep(one.clone(), spans=33)
+
+    def test_bytes_that_are_no_whole_numbers_are_not_kept(self, calls: launcher.Calls) -> None:
+        """As many numbers as there is room for, and a part of one more; spans with a begin and no end."""
+        one = torch.ones(3)
+        for numbers, spans in ((bytes(8 * 256 + 7), b""), (bytes(8 * 256), bytes(24))):
+            kernel = 9, 512, 48, numbers, bytes(2 * 256)
+            assert not calls.add((one, one), (None, 5), (0, 1), kernel, 4, False, False, spans, None, (), 7)
+
+    def test_a_number_that_is_no_address_is_declined(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By both functions, and without an error that would come out elsewhere."""
+        driver = (ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda context: 0),)
+        monkeypatch.setattr(launcher, "driver_addresses", lambda: (0, ctypes.cast(driver[0], ctypes.c_void_p).value))
+        calls = launcher.make_calls(0, (0, 0, 4), tensors=1, written=-1, keys=1, addresses=1)
+        kernel = 9, 512, 48, bytes(8), bytes(2)
+        assert calls.launch(0, False, 1 << 64, None) is None
+        assert calls.add((1 << 64,), (None,), (0,), kernel, 4, False, False, b"", None, (), 7) is False

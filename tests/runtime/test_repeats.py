@@ -287,6 +287,24 @@ def test_what_ends_an_allocation_ends_the_call(
             rank.dispatch(**given)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_an_interrupt_behind_a_launch_ends_the_communicator(
+    make_rank: MakeRank, launches: Launches, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """A handler of signals may raise any exception, before the round is counted."""
+    rank = make_rank(BF16)
+    rank.dispatch(**arguments(BF16))
+
+    def interrupt() -> None:
+        raise error
+
+    with compiled(launches), monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(rank._dispatches, "count_fused", interrupt)
+        rank.dispatch(**arguments(BF16))
+    with launches.forbidden(), pytest.raises(EPError, match="was interrupted"):
+        rank.dispatch(**arguments(BF16))
+
+
 def test_buffers_at_the_place_of_others_are_told_from_them(make_rank: MakeRank, launches: Launches) -> None:
     """Python gives the number of an object that is gone to a new one."""
     rank = make_rank(BF16)

@@ -247,21 +247,23 @@ def test_an_input_error_with_skip_a2a_is_one_of_all_experts(make_rank: MakeRank,
 # ---- launches that fail or are interrupted
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupted_launch_ends_the_communicator(
-    rank: Communicator, launches: Launches, monkeypatch: pytest.MonkeyPatch, when: str
+    rank: Communicator, launches: Launches, monkeypatch: pytest.MonkeyPatch, when: str, error: type[BaseException]
 ) -> None:
-    """Whether the round was sent is not known: no later call may send it again, or leave it out."""
+    """Whether the round was sent is not known: no later call may send it again, or leave it out. A handler of signals
+    may raise any exception."""
     real = RecordingKernel.launch
 
     def launch(self: RecordingKernel, *args: object, **options: object) -> None:
         if when == "after":
             real(self, *args, **options)
-        raise KeyboardInterrupt
+        raise error
 
     batch = rank.dispatch(*inputs())
     monkeypatch.setattr(RecordingKernel, "launch", launch)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         rank.dispatch_async(*inputs())
     monkeypatch.setattr(RecordingKernel, "launch", real)
     for call in (

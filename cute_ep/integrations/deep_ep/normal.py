@@ -334,5 +334,5 @@ def buffers_for(communicator: EPCommunicator, rows: int) -> DispatchBuffers:
 
 
 def first_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """The first rows of a tensor that may have no others."""
-    return tensor if tensor.size(0) == rows else tensor.narrow(0, 0, rows)
+    """The first rows of a tensor that may have no others. No view for autograd, which refuses to change it in place."""
+    return tensor if tensor.size(0) == rows else tensor.narrow(0, 0, rows).data
