@@ -9,10 +9,11 @@ from cute_ep import EPConfigError, EPError, EPInputError, memory_bytes
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.blocks import columns_first
 from cute_ep.integrations.common.checks import demand, named_config, require
+from cute_ep.integrations.common.pools import first_rows
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import EventHandle, EventOverlap, Pooled, Rows, without_gradients
 from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle, Layout
-from cute_ep.integrations.deep_ep.normal import Bias, entries_of, first_rows
+from cute_ep.integrations.deep_ep.normal import Bias, entries_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, MAX_TOP_K

@@ -14,7 +14,7 @@ import torch
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.pools import may_send_early
+from cute_ep.integrations.common.pools import first_rows, may_send_early
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.layout import whole_vectors
 from cute_ep.layouts.maps.formats import FP8
@@ -331,8 +331,3 @@ def entries_of(batch: Dispatched, route: Route, slots: int) -> tuple[torch.Tenso
 def buffers_for(communicator: EPCommunicator, rows: int) -> DispatchBuffers:
     """New memory for so many rows, and at least one."""
     return DispatchBuffers.carve(communicator.cfg, communicator.device, max(rows, 1))
-
-
-def first_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """The first rows of a tensor that may have no others. No view for autograd, which refuses to change it in place."""
-    return tensor if tensor.size(0) == rows else tensor.narrow(0, 0, rows).data

@@ -135,7 +135,8 @@ class CuteEPDispatcher(BaseDispatcher):
             room = sum(awaited.wait().padded(ALIGNMENT))
         # the runner may free rows and scale factors
         self._batch, self._rows = batch.without_rows(), room
-        received, scales = _first(batch.tokens, room), None if batch.scales is None else _first(batch.scales, room)
+        received = pools.first_rows(batch.tokens, room)
+        scales = None if batch.scales is None else pools.first_rows(batch.scales, room)
         if scales is not None and self._packed:
             scales = columns_first(packed_exponents(scales))
         sent = tokens * cfg.world_size * cfg.top_k
@@ -197,11 +198,6 @@ class CuteEPDispatcher(BaseDispatcher):
         if not alone or parallel.tp_group is None or parallel.tp_group.device_group is not self._group:
             return most
         return min(most, max(1, tokens * ranks + ranks - 1))
-
-
-def _first(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Its first rows. No view for autograd, which would keep its memory when the runner has freed the view's."""
-    return tensor if tensor.shape[0] == rows else tensor[:rows].data
 
 
 def _sms() -> int | None:
