@@ -88,23 +88,22 @@ class GroupPool(Pool):
         Raises:
             EPConfigError, EPError: as of `open`.
         """
-        key = cfg if sms is None else (cfg, sms)
-        if (known := self._found.get(key)) is not None:
+        known = self.known(cfg, sms)
+        if known is not None:
             return known
-        found = self.find(cfg, sms)
-        if found is None:
-            try:
-                found = self.open(cfg, sms, opening)
-            except EPConfigError as error:
-                raise EPConfigError(in_words(str(error), names)) from None
-        self._found[key] = found.first
-        return found.first
+        try:
+            opened = self.open(cfg, sms, opening)
+        except EPConfigError as error:
+            raise EPConfigError(in_words(str(error), names)) from None
+        self._found[cfg, sms] = opened.first
+        return opened.first
 
-    def known(self, cfg: EPConfig) -> EPCommunicator | None:
+    def known(self, cfg: EPConfig, sms: int | None = None) -> EPCommunicator | None:
         """What `get` answers without opening anything; None: it would have to. The same on all ranks."""
-        known = self._found.get(cfg)
-        if known is None and (found := self.find(cfg)) is not None:
-            known = self._found[cfg] = found.first
+        key = cfg, sms
+        known = self._found.get(key)
+        if known is None and (found := self.find(cfg, sms)) is not None:
+            known = self._found[key] = found.first
         return known
 
     def counting(
