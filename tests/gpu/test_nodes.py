@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,9 +20,9 @@ from cute_ep.testing.verify import RoundOptions, check_round, poison, poisoned_b
 from cute_ep.testing.workloads import ROUTINGS
 from tests.strided_rows import TAKEN
 
-from . import mutants
 from .conftest import connected as connected_ranks
 from .node_rounds import FRAMES, HIDDEN, MOST, Rounds, config, inputs_of, stream_of
+from .queues import run_with_queues
 from .test_strided_rows import check_views
 
 SHAPES = [(2, 1), (2, 2), (3, 1), (2, 4), (4, 2)]
@@ -252,11 +249,5 @@ def test_dispatch_on_one_stream_and_combine_on_another(nodes: int, ranks: int) -
 @pytest.mark.parametrize("reads", ["late", "early"])
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (3, 1)])
 def test_many_rounds_in_a_storm(nodes: int, ranks: int, reads: str) -> None:
-    """Mail comes in parts, in any order and late (`tests.storm_rail`). In a process of its own: each of its streams
-    needs a queue, and CUDA reads the number of queues when a process begins."""
-    command = [sys.executable, "-m", "tests.gpu.storm", str(nodes), str(ranks), reads, "2000"]
-    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    done = subprocess.run(
-        command, cwd=mutants.ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    """Mail comes in parts, in any order and late (`tests.storm_rail`)."""
+    run_with_queues("storm", nodes, ranks, reads, 2000)

@@ -3,9 +3,6 @@ captures, with random delays. Every tensor of every call is compared."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +15,7 @@ from cute_ep.api.config import EPConfig
 from . import mutants
 from .conftest import connected
 from .mistakes import MUTANTS, UNCHANGED, expected
+from .queues import run_with_queues
 from .replays import Replays, run_replays
 from .runs import Run, run_schedules, sms_of
 from .schedules import CASES, MANY, config_of
@@ -111,14 +109,8 @@ def test_groups_that_alternate_in_one_graph(
 
 
 def test_more_virtual_ranks_than_queues() -> None:
-    """Rank by rank, so a rank's calls are all queued before the next one's: each stream needs a queue of its own, and
-    CUDA reads the number of queues when a process begins."""
-    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    command = [sys.executable, "-m", "tests.gpu.many_ranks", str(MANY_RANKS)]
-    done = subprocess.run(
-        command, cwd=mutants.ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    """Rank by rank, so a rank's calls are all queued before the next one's."""
+    run_with_queues("many_ranks", MANY_RANKS, timeout_s=120)
 
 
 def test_every_mistake_is_found() -> None:
