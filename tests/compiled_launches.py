@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.runtime.communicator import Communicator
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class Config(ctypes.Structure):
     )
 
 
-Record = Callable[[dict[str, int], int, int, bool, bool], None]
+Record = Callable[[dict[str, int], int, int, int, bool, bool], None]
 """Takes arguments by name, grid, stream, and whether the launch is early and in pairs."""
 
 
@@ -87,18 +86,19 @@ class CompiledLaunches:
         self.addresses = first, second
 
     def describe(
-        self, names: Sequence[str], slots: Sequence[str], values: Mapping[str, int], record: Record
+        self, names: Sequence[str], slots: Sequence[str], values: Mapping[str, int], threads: int, record: Record
     ) -> tuple[int, int, int, bytes, bytes]:
         """`Kernel.described` of a new function, whose launches are recorded with the parameters that have a value.
 
         Args:
             names, slots: its parameters in the order of the kernel, and of the host.
             values: by name, of some of them.
+            threads: of a CTA.
         """
         self._functions.append((names, set(values), record))
         numbers = struct.pack(f"{len(slots)}q", *(values.get(name, 0) for name in slots))
         order = struct.pack(f"{len(names)}H", *map(slots.index, names))
-        return len(self._functions), THREADS, SHARED_BYTES, numbers, order
+        return len(self._functions), threads, SHARED_BYTES, numbers, order
 
     def _current(self, context: Any) -> int:
         context[0] = self.context
@@ -118,10 +118,10 @@ class CompiledLaunches:
         pointers = (ctypes.c_void_p * len(names)).from_address(parameters)
         values = {name: ctypes.c_int64.from_address(at).value for name, at in zip(names, pointers, strict=True)}
         assert not any(values[name] for name in values.keys() - known) and extra is None
-        block = tuple(given.grid[1:]), tuple(given.block), given.shared_bytes
-        assert block == ((1, 1), (THREADS, 1, 1), SHARED_BYTES)
+        block = tuple(given.grid[1:]), tuple(given.block[1:]), given.shared_bytes
+        assert block == ((1, 1), (1, 1), SHARED_BYTES)
         flags = {one.id: tuple(one.value[:3]) for one in given.attributes[: given.count]}
         early, pairs = EARLY in flags, CLUSTER in flags
         assert flags == ({CLUSTER: (2, 1, 1)} if pairs else {}) | ({EARLY: (1, 0, 0)} if early else {})
         arguments = {name: value for name, value in values.items() if name in known}
-        record(arguments, given.grid[0], given.stream, early, pairs)
+        record(arguments, given.grid[0], given.block[0], given.stream, early, pairs)

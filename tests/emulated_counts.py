@@ -13,7 +13,7 @@ import torch
 
 from cute_ep.layouts.maps.local_arguments import TOLD_BESIDE_ENTRIES, TellArgs
 from cute_ep.runtime import counts, host_words
-from tests.fake_gpu import PlainHostMemory
+from tests.plain_memory import PlainHostMemory
 
 
 def tell_words(args: TellArgs) -> list[tuple[int, int]]:

@@ -14,9 +14,7 @@ Arguments have the names of the kernels' parameters: "out.tokens" is field `toke
 from __future__ import annotations
 
 import copy
-import ctypes
 import dataclasses
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -28,15 +26,17 @@ import torch
 
 from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
+from cute_ep.layouts.maps.launch import THREADS, WARPS
 from cute_ep.layouts.maps.parameters import numbers, parameters_of
 from cute_ep.layouts.maps.routing import Phase
-from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks, Variant
+from cute_ep.layouts.maps.variants import COMBINE_KERNELS, NO_HOOKS, Hooks, Variant
 from cute_ep.runtime import communicator as communicator_module
 from cute_ep.runtime import connection, driver, launcher, launching, local_ops, parts, status
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.parts import RankParts, load_kernels
 from cute_ep.tuning.builtin import built_in
 from tests.compiled_launches import CONTEXT, CompiledLaunches
+from tests.plain_memory import PlainArena, PlainHostMemory
 
 ARCH = "sm_90a"
 MAX_CTAS = 64
@@ -174,22 +174,36 @@ class RecordingKernel:
     def place(self, parameter: str) -> int:
         return self.slots.index(parameter) if parameter in self.slots else -1
 
-    def described(self, given: Sequence[int]) -> tuple[int, int, int, bytes, bytes]:
+    def described(self, given: Sequence[int], threads: int) -> tuple[int, int, int, bytes, bytes]:
         values = self.values | dict(zip(self.slots, given, strict=False))
 
         def record(arguments: dict[str, int], *launched: Any) -> None:
             self.values |= arguments
             self._record(arguments, *launched)
 
-        return self.launches.compiled.describe([name for name, _ in self.parameters], self.slots, values, record)
+        names = [name for name, _ in self.parameters]
+        return self.launches.compiled.describe(names, self.slots, values, threads, record)
 
-    def launch(self, grid: int, given: Sequence[int], stream: int, *, early: bool = False, pairs: bool = False) -> None:
+    def launch(
+        self,
+        grid: int,
+        given: Sequence[int],
+        stream: int,
+        *,
+        early: bool = False,
+        pairs: bool = False,
+        threads: int = THREADS,
+    ) -> None:
         fresh = dict(zip(self.slots, given, strict=False))
         assert len(fresh) == len(given), f"{self.variant.symbol} has no more than {len(self.slots)} parameters"
         self.values |= fresh
-        self._record(dict(self.values), grid, stream, early, pairs)
+        self._record(dict(self.values), grid, threads, stream, early, pairs)
 
-    def _record(self, arguments: dict[str, int], grid: int, stream: int, early: bool, pairs: bool) -> None:
+    def _record(
+        self, arguments: dict[str, int], grid: int, threads: int, stream: int, early: bool, pairs: bool
+    ) -> None:
+        assert threads == 32 * arguments.get("grid.warps", WARPS), "the kernel is told how many warps a CTA has"
+        assert threads == THREADS or self.variant.kernel in COMBINE_KERNELS, "for which it is compiled"
         assert all(type(value) is int for value in arguments.values())
         for name, width in self.parameters:
             assert -(1 << 31) <= arguments.get(name, 0) < 1 << (63 if width == "i64" else 32), name
@@ -200,34 +214,6 @@ class RecordingKernel:
 
 
 # ---- what a rank is made of
-
-
-class PlainHostMemory:
-    """`driver.HostMemory` in ordinary memory. `gone` is what others own once it was freed."""
-
-    def __init__(self, words: int) -> None:
-        self.words = (ctypes.c_uint32 * words)()
-        self.address = ctypes.addressof(self.words)
-
-    def free(self) -> None:
-        self.gone, self.words = self.words, type(self.words)(*self.words)
-
-
-class PlainArena:
-    """`driver.DeviceMemory` that is an address, and the words that the host has stored, by offset."""
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-        self.stored: dict[int, list[int]] = {}
-
-    def store(self, offset: int, words: list[int]) -> None:
-        self.stored[offset] = list(words)
-
-    def read(self, nbytes: int, stream: object) -> bytes:
-        content = bytearray(nbytes)
-        for offset, words in self.stored.items():
-            content[offset : offset + 8 * len(words)] = struct.pack(f"{len(words)}Q", *words)
-        return bytes(content[:nbytes])
 
 
 class EveryVariant:

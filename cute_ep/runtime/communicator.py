@@ -87,7 +87,10 @@ class Communicator(Launching):
         cfg, rank, device, arena = parts.cfg, parts.rank, parts.device, parts.arena
         super().__init__(parts, group)
         self.arena, self.max_ctas = arena, parts.max_ctas
-        self._kernels, self._cache = parts.kernels, LaunchCache(cfg, rank, parts.max_ctas, parts.pairs, parts.kernels)
+        self._kernels, self._cache = (
+            parts.kernels,
+            LaunchCache(cfg, rank, parts.max_ctas, parts.kernels, pairs=parts.pairs, whole_sms=parts.whole_sms),
+        )
         self._release = release
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
         first = parts.first_rank

@@ -401,7 +401,7 @@ def _prepare_rank(who: Origin, share: _Share, library: Library, undo: ExitStack,
     free = resident_ctas(device.index) // CTAS_PER_SM - share.max_ctas
     pairs = 0 < free <= FEW_FREE_SMS and has_clusters(device)
     launches = share.max_ctas, share.tuning, share.shared_device
-    return RankParts(cfg, rank, device, arena, kernels, hooks, *launches, pairs, first_rank)
+    return RankParts(cfg, rank, device, arena, kernels, hooks, *launches, pairs, free >= 0, first_rank)
 
 
 def _max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:

@@ -81,7 +81,7 @@ class Kernel:
         self._smem_bytes = entry.smem_bytes
         driver_calls.allow_shared_memory(self._function, entry.smem_bytes)
         self.context = driver_calls.current_context()
-        self._launcher = driver_calls.Launcher(self._function, self.context, THREADS, entry.smem_bytes)
+        self._launcher = driver_calls.Launcher(self._function, self.context, entry.smem_bytes)
         self._range = f"cute_ep.{entry.entry.removeprefix('cute_ep_').removesuffix('_0')}"
         self._names = [name for name, _ in entry.params]
         self._slots = slots(entry.params, call)
@@ -113,15 +113,24 @@ class Kernel:
         """Which of the numbers a parameter is; -1: the kernel has no such one."""
         return self._slots.index(parameter) if parameter in self._slots else -1
 
-    def described(self, given: Sequence[int]) -> tuple[int, int, int, bytes, bytes]:
+    def described(self, given: Sequence[int], threads: int) -> tuple[int, int, int, bytes, bytes]:
         """The kernel as `launcher.c` launches it with these numbers: function, threads of a CTA, bytes of dynamic
         shared memory, all numbers as int64, and of each parameter which of them it is as uint16."""
         values = [*given, *self._values[len(given) :]]
         order = [self._slots.index(name) for name in self._names]
         packed = struct.pack(f"{len(values)}q", *values), struct.pack(f"{len(order)}H", *order)
-        return self._function, THREADS, self._smem_bytes, *packed
+        return self._function, threads, self._smem_bytes, *packed
 
-    def launch(self, grid: int, given: Sequence[int], stream: int, *, early: bool = False, pairs: bool = False) -> None:
+    def launch(
+        self,
+        grid: int,
+        given: Sequence[int],
+        stream: int,
+        *,
+        early: bool = False,
+        pairs: bool = False,
+        threads: int = THREADS,
+    ) -> None:
         """Launch `grid` CTAs on a stream (a raw handle) of the current device.
 
         Args:
@@ -130,10 +139,11 @@ class Kernel:
             early: the CTAs may start before the launch before has ended, if that allows it, and wait for its end
                 (programmatic dependent launch).
             pairs: in clusters of 2, so `grid` must be even and the device of compute capability 9 or newer.
+            threads: of a CTA, for which the kernel is compiled.
         """
         with self._in_range() if profiler_enabled() else self._lock:
             _packer(len(given))(self._values, 0, *given)
-            self._launcher.launch(grid, stream, self._pointers_at, early, pairs)
+            self._launcher.launch(grid, threads, stream, self._pointers_at, early, pairs)
 
     @contextmanager
     def _in_range(self) -> Iterator[None]:

@@ -78,9 +78,9 @@ def allow_shared_memory(function: int, nbytes: int) -> None:
     check(driver.cuFuncSetAttribute(function, most, nbytes))
 
 
-def launch_config(threads: int, smem_bytes: int, cluster: int) -> driver.CUlaunchConfig:
-    """A launch of so many threads a CTA and so much dynamic shared memory. Its attributes are the cluster, where that
-    has several CTAs, and then that the CTAs may start early."""
+def launch_config(smem_bytes: int, cluster: int) -> driver.CUlaunchConfig:
+    """A launch with so much dynamic shared memory. Its attributes are the cluster, where that has several CTAs, and
+    then that the CTAs may start early."""
     together = driver.CUlaunchAttribute()
     together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     together.value.clusterDim.x = cluster
@@ -90,23 +90,23 @@ def launch_config(threads: int, smem_bytes: int, cluster: int) -> driver.CUlaunc
     early.value.programmaticStreamSerializationAllowed = 1
     config = driver.CUlaunchConfig()
     config.gridDimY = config.gridDimZ = 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.blockDimY = config.blockDimZ = 1
     config.sharedMemBytes = smem_bytes
     config.attrs = [together, early] if cluster > 1 else [early]
     return config
 
 
 class Launcher:
-    """Launches one function of a context with so many threads a CTA and so much dynamic shared memory. One launch
-    overwrites the arguments of the one before: threads take turns."""
+    """Launches one function of a context with so much dynamic shared memory. One launch overwrites the arguments of the
+    one before: threads take turns."""
 
-    def __init__(self, function: int, context: int, threads: int, smem_bytes: int) -> None:
-        self._alone, self._in_pairs = (launch_config(threads, smem_bytes, cluster) for cluster in (1, 2))
+    def __init__(self, function: int, context: int, smem_bytes: int) -> None:
+        self._alone, self._in_pairs = (launch_config(smem_bytes, cluster) for cluster in (1, 2))
         self._context = context
         self._function = driver.CUfunction(function)  # a number would be made into one at each launch
 
-    def launch(self, grid: int, stream: int, parameters: int, early: bool, pairs: bool) -> None:
-        """Launch `grid` CTAs.
+    def launch(self, grid: int, threads: int, stream: int, parameters: int, early: bool, pairs: bool) -> None:
+        """Launch `grid` CTAs of so many threads.
 
         Args:
             parameters: address of the addresses of the kernel's arguments, which the driver has read when this returns.
@@ -114,7 +114,7 @@ class Launcher:
             pairs: in clusters of 2; the grid must be even.
         """
         config: driver.CUlaunchConfig = self._in_pairs if pairs else self._alone
-        config.gridDimX, config.hStream, config.numAttrs = grid, stream, pairs + early
+        config.gridDimX, config.blockDimX, config.hStream, config.numAttrs = grid, threads, stream, pairs + early
         result = driver.cuLaunchKernelEx(config, self._function, parameters, 0)
         if result[0] != SUCCESS:
             if result[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread's first CUDA call

@@ -52,6 +52,7 @@ class LaunchShape(NamedTuple):
             Resident CTAs).
         shared: the shared expert's part in so many tokens.
         pairs: the CTAs come in clusters of 2.
+        threads: of a CTA.
     """
 
     ctas: int
@@ -60,6 +61,7 @@ class LaunchShape(NamedTuple):
     grid: Grid
     shared: SharedExpert
     pairs: bool
+    threads: int
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> Spans:
@@ -80,12 +82,15 @@ class LaunchCache:
 
     Args:
         max_ctas: CTAs of one launch at most, resident together.
-        pairs: as of `RankParts`.
+        pairs, whole_sms: as of `RankParts`.
         kernels: by name, bound to all but what changes from launch to launch.
     """
 
-    def __init__(self, cfg: EPConfig, rank: int, max_ctas: int, pairs: bool, kernels: Mapping[str, Kernel]) -> None:
-        self.cfg, self.rank, self.max_ctas, self.pairs, self.kernels = cfg, rank, max_ctas, pairs, kernels
+    def __init__(
+        self, cfg: EPConfig, rank: int, max_ctas: int, kernels: Mapping[str, Kernel], *, pairs: bool, whole_sms: bool
+    ) -> None:
+        self.cfg, self.rank, self.max_ctas, self.kernels = cfg, rank, max_ctas, kernels
+        self.pairs, self.whole_sms = pairs, whole_sms
         self._shapes: dict[tuple[str, int, bool], LaunchShape] = {}
         self._shapes_of: Tuning | None = None  # what they were found with
         self._receivers: WeakKeyDictionary[DispatchBuffers, dict[str, Kernel]] = WeakKeyDictionary()
@@ -101,12 +106,14 @@ class LaunchCache:
             if len(self._shapes) >= SHAPES_KEPT:
                 self._shapes.clear()
             expected = tokens or self.cfg.max_tokens_per_rank
-            shape = tuning.shape(operation, expected, self.max_ctas, whole_rows=whole_rows, pairs=self.pairs)
+            options = {"whole_rows": whole_rows, "pairs": self.pairs, "whole_sms": self.whole_sms}
+            shape = tuning.shape(operation, expected, self.max_ctas, **options)
             grid = Grid(
                 pdl=int(2 * shape.grid <= self.max_ctas),
                 send_ctas=shape.send_ctas,
                 packed=int(shape.packed),
                 receive_from=shape.receive_from,
+                warps=shape.threads // 32,
             )
             shared = shared_record(self.cfg, self.rank, tokens)
             slices = shape.slices_log2
@@ -114,7 +121,7 @@ class LaunchCache:
                 slices = 0
             back = tuning.shape("combine", expected, self.max_ctas).slices_log2
             found = self._shapes[key] = LaunchShape(
-                shape.grid, slices, back, grid, shared, self.pairs and shape.grid > 1
+                shape.grid, slices, back, grid, shared, self.pairs and shape.grid > 1, shape.threads
             )
         return found
 

@@ -173,10 +173,10 @@ class Launching(EPCommunicator):
             out.memory.generation.number += 1  # what it held is gone
         try:
             if torch.cuda.current_device() == self.device.index:
-                kernel.launch(shape.ctas, numbers, stream, early=early, pairs=shape.pairs)
+                kernel.launch(shape.ctas, numbers, stream, early=early, pairs=shape.pairs, threads=shape.threads)
             else:
                 with torch.cuda.device(self.device):
-                    kernel.launch(shape.ctas, numbers, stream, early=early, pairs=shape.pairs)
+                    kernel.launch(shape.ctas, numbers, stream, early=early, pairs=shape.pairs, threads=shape.threads)
             count(*counted)
         except BaseException as error:
             self._interrupted |= not isinstance(error, UNLAUNCHED)

@@ -35,6 +35,7 @@ class RankParts:
         tuning: launch shapes.
         shared_device: whether other ranks are on the same GPU.
         pairs: whether CTAs are launched in clusters of 2, so that the few SMs that they leave to others are whole TPCs.
+        whole_sms: whether there is an SM for each CTA.
         first_rank: what messages call rank 0 of the group, where it is one node of several.
     """
 
@@ -48,6 +49,7 @@ class RankParts:
     tuning: Tuning
     shared_device: bool = False
     pairs: bool = False
+    whole_sms: bool = False
     first_rank: int = 0
 
 

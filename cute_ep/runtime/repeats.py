@@ -208,7 +208,7 @@ class Repeats:
             kind[:count],
             kind[count:],
             tuple([one if isinstance(one, int) else kernel.place(one) for one in tensors]),
-            kernel.described(numbers),
+            kernel.described(numbers, shape.threads),
             shape.ctas,
             shape.pairs,
             bool(shape.grid.pdl),

@@ -13,10 +13,15 @@ from typing import NamedTuple
 from cute_ep.api.config import is_integer, is_number
 from cute_ep.api.errors import EPConfigError
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MANY_SLICES, MAX_SLICES
+from cute_ep.layouts.maps.launch import THREADS, WIDE_THREADS
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 
 MANY = 1 << 30
 """More than any number of tokens or CTAs."""
+WIDE_TOKENS = 2
+"""Tokens for each CTA from which on combine fills SMs of which it has one each. Partial combine of 128 tokens on 64 and
+124 SMs takes 16.0 and 12.3 us so, else 16.8 and 11.6, of 1024 on 24 and 124 SMs 140 and 57.5, else 220 and 64.7
+(2 x H200, 2026-11-26)."""
 FAMILIES = ("dispatch", "combine")
 """Operations that have a table; halves and modes share it."""
 
@@ -74,13 +79,14 @@ class Entry:
 class Shape(NamedTuple):
     """The choice for one call: grid, CTAs below `send_ctas` send, CTAs from `receive_from` receive; slices of each
     message (dispatch), or of each row that is to come back (combine; decided and published by the dispatch before);
-    `Entry.packed`."""
+    `Entry.packed`; threads of a CTA."""
 
     grid: int
     send_ctas: int
     receive_from: int
     slices: int
     packed: bool = False
+    threads: int = THREADS
 
     @property
     def slices_log2(self) -> int:
@@ -118,7 +124,14 @@ class Tuning:
         raise AssertionError("unreachable")
 
     def shape(
-        self, operation: str, tokens: int, max_ctas: int, *, whole_rows: bool = False, pairs: bool = False
+        self,
+        operation: str,
+        tokens: int,
+        max_ctas: int,
+        *,
+        whole_rows: bool = False,
+        pairs: bool = False,
+        whole_sms: bool = False,
     ) -> Shape:
         """Shape of one launch.
 
@@ -129,19 +142,22 @@ class Tuning:
             whole_rows: combine returns rows, not partial sums. There is more to add up: at most a quarter of the CTAs
                 send (2 x H200, 2026-11-26, 1024 and 4096 tokens: 173 and 676 us, by half of them 184 and 701).
             pairs: the CTAs come in pairs, so their number is even unless it is 1.
+            whole_sms: each CTA may fill an SM: those of combine do from WIDE_TOKENS on.
         """
         entry = self.entry(operation, tokens)
         grid = min(max_ctas, entry.grid)
         if pairs and grid > 1:
             grid -= grid % 2
+        wide = whole_sms and operation.startswith("combine") and tokens >= WIDE_TOKENS * grid
+        threads = WIDE_THREADS if wide else THREADS
         if operation.endswith("_async"):
-            return Shape(grid, grid, grid, entry.slices)
+            return Shape(grid, grid, grid, entry.slices, threads=threads)
         if operation.endswith("_wait"):
-            return Shape(grid, 0, 0, entry.slices)
+            return Shape(grid, 0, 0, entry.slices, threads=threads)
         senders = min(round(grid * entry.senders), entry.most_senders, max(1, grid // 4) if whole_rows else grid - 1)
         if not senders or grid < entry.split_from:
-            return Shape(grid, grid, 0, entry.slices)
-        return Shape(grid, senders, senders, entry.slices, entry.packed)
+            return Shape(grid, grid, 0, entry.slices, threads=threads)
+        return Shape(grid, senders, senders, entry.slices, entry.packed, threads)
 
     def revised(self, family: str, found: Mapping[int, Entry]) -> Tuning:
         """This with what was found at some numbers of tokens. A finding holds up to its number, the one of the most

@@ -81,7 +81,7 @@ class Combine:
 
     @cute.jit
     def __call__(self, args: CombineArgs, grid: Int32) -> None:
-        self.kernel(args).launch(**launch_config(grid, self.shared_bytes))
+        self.kernel(args).launch(**launch_config(grid, self.shared_bytes, wide=True))
 
     @cute.kernel
     def kernel(self, args: CombineArgs) -> None:

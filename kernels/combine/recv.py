@@ -40,7 +40,6 @@ from cute_ep.kernels.device.slices import (
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
 from cute_ep.kernels.hooks import Epilogue, EpilogueContext, WeightReader
 from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, chunk_of
-from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import MASKED_ENTRY, OutputType, Phase
 
@@ -76,8 +75,8 @@ class CombineRecv:
         warps come at different times. False after a timeout."""
         alive = Boolean(True)
         items = ctx.sums.tokens << ctx.sums.return_slices_log2
-        numbered = staggered | are_many(items + absent * receivers, receivers)
-        number = WARPS - 1 - ctx.warp  # with few tokens the last warps have nothing to send before
+        numbered = staggered | are_many(items + absent * receivers, receivers, ctx.warps)
+        number = ctx.warps - 1 - ctx.warp  # with few tokens the last warps have nothing to send before
         if numbered:
             number = self.tickets.draw(ctx.lane)
         item = first_item(receiver, receivers, number)

@@ -1,12 +1,15 @@
 """Which slices of which source rank a sending CTA sends, one after the other.
 
 An item is a slice of a source (`slices`); the source varies fastest, beginning after the own rank, so that all links
-work at once. If rows of some source are not Lamport rows, all are sent in chunks. The first item, or chunk, of a CTA is
-scheduled statically. For a few slices more its warps draw tickets of the CTA. Chunks, and slices where each warp has
-many, are scheduled dynamically among the CTAs that begin with the same source.
+work at once. If rows of some source are not Lamport rows, an item is a span: neighbouring slices of a source, as many
+as the CTA has warps, which carry them together. The first item of a warp, or span of a CTA, is scheduled statically.
+For a few slices more the warps of a CTA draw its tickets. Spans, and slices where each warp has many, are scheduled
+dynamically among the CTAs that begin with the same source.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -25,15 +28,14 @@ from cute_ep.kernels.device.slices import (
     are_many,
     first_item,
     from_lane,
+    highest,
     item_of,
     item_stride,
     slice_of,
     static_first,
-    whole_chunks,
 )
 from cute_ep.kernels.device.sync import reset_counter, take_ticket
-from cute_ep.layouts.maps.arena import CHUNK, COUNTERS, HeaderWord, chunk_of
-from cute_ep.layouts.maps.launch import WARPS
+from cute_ep.layouts.maps.arena import COUNTERS, HeaderWord
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import MAX_RANKS
 
@@ -42,21 +44,38 @@ FEW_ROUNDS = 4
 take 9.1 us, with a global counter 10.6 (2 x H200, 2026-11-22). More are scheduled among CTAs."""
 
 
+@dataclass(frozen=True)
+class Span:
+    """What the warps of a CTA carry together: segments first .. last - 1 of `tokens` tokens, from `token` on, of a
+    source; `index` counts its slices. No tokens where the source has none there."""
+
+    source: Int32
+    index: Int32
+    token: Int32
+    tokens: Int32
+    first: Int32
+    last: Int32
+
+
 class CombineSchedule:
     """The items of one launch, and the headers that tell how many there are. Slices are those of returned rows."""
 
     def __init__(self, epoch: Region, shared: RegionMap) -> None:
         self.epoch = epoch
         self.items = shared.add("return_items", 4, 1)
-        self.chunks = shared.add("return_chunks", 4, 1)
+        self.spans = shared.add("return_spans", 4, 1)
         self.headers = shared.add("return_headers", 4, MAX_RANKS, len(HeaderWord))
         self.tickets = Tickets("return_tickets", shared)
         self.asked = shared.add("return_asked", 4, 2)
 
     @cute.jit
-    def open(self, ctx: CombineContext) -> tuple[Int32, Int32, Boolean]:
-        """Read the headers: (source, token, whether there is something to send) of the warp's first item. A CTA
-        barrier must follow before any other method."""
+    def open(self, ctx: CombineContext) -> tuple[Boolean, Int32, Int32, Int32, Int32]:
+        """Read the headers. A CTA barrier must follow before any other method but `split`.
+
+        Returns:
+            Whether items are spans; of the warp's first item, or the CTA's, the source and the number in it; the
+            source's tokens, and the log2 of the slices of its rows.
+        """
         sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
         gHeader = rows(ctx.batch.headers, 1, ctx.ranks)
         rHeader = cute.make_rmem_tensor(len(HeaderWord), Uint32)
@@ -67,63 +86,58 @@ class CombineSchedule:
                 for word in cutlass.range_constexpr(len(HeaderWord)):
                     sHeader[ctx.lane, word] = Int32(rHeader[word])
         tokens, log2 = Int32(rHeader[int(HeaderWord.TOKENS)]), Int32(rHeader[int(HeaderWord.RETURN_SLICES_LOG2)])
-        chunks = cute.arch.vote_any_sync(~is_lamport(tokens))
+        spans = cute.arch.vote_any_sync(~is_lamport(tokens))
         most = Int32(cute.arch.warp_redux_sync(tokens << log2, "max"))
-        items = cutlass.select_(chunks, whole_chunks(most), most) * ctx.ranks
-        sChunks = shared_array(self.chunks, Int32)
+        if spans:
+            most = (most + ctx.warps - 1) >> highest(Uint32(ctx.warps))
+        items = most * ctx.ranks
+        sSpans = shared_array(self.spans, Int32)
         if ctx.tid == 0:
             sItems[0] = items
-            sChunks[0] = Int32(chunks)
+            sSpans[0] = Int32(spans)
         self.tickets.open(ctx.tid)
-        item = _first(ctx, items, chunks)
-        source, run = self.split(ctx, cutlass.select_(chunks, chunk_of(item), item))
-        index = cutlass.select_(chunks, run * CHUNK + remainder(item, CHUNK), run)
-        row_slice = slice_of(index, from_lane(log2, source), row_vectors(ctx))
-        due = (item < items) & (row_slice.token < from_lane(tokens, source)) & (row_slice.first < row_slice.last)
-        return source, row_slice.token, due
+        source, number = self.split(ctx, _first(ctx, items, spans))
+        return spans, source, number, from_lane(tokens, source), from_lane(log2, source)
 
     def count(self) -> Int32:
         """Number of items of the launch."""
         return shared_array(self.items, Int32)[0]
 
-    def are_chunks(self) -> Boolean:
-        """Whether rows of some source are not Lamport rows: then items are scheduled in chunks."""
-        return shared_array(self.chunks, Int32)[0] != 0
+    def are_spans(self) -> Boolean:
+        """Whether rows of some source are not Lamport rows: then items are spans."""
+        return shared_array(self.spans, Int32)[0] != 0
 
     def are_many(self, ctx: CombineContext) -> Boolean:
         """Whether some warps have more than one Lamport slice."""
-        return are_many(self.count(), ctx.grid.send_ctas)
+        return are_many(self.count(), ctx.grid.send_ctas, ctx.warps)
 
     def are_staggered(self, ctx: CombineContext) -> Boolean:
         """Whether warps of a sending CTA do not end together."""
-        return ~self.are_chunks() & self.are_many(ctx)
+        return ~self.are_spans() & self.are_many(ctx)
 
-    def first(self, ctx: CombineContext, chunks: bool) -> Int32:
-        """A warp's first item, of a chunk its CTA's: all its warps carry all its tokens together."""
-        return _first(ctx, self.count(), Boolean(chunks))
+    def first(self, ctx: CombineContext, spans: bool) -> Int32:
+        """A warp's first item; the number of a CTA's first span."""
+        return _first(ctx, self.count(), Boolean(spans))
 
     def split(self, ctx: CombineContext, item: Int32) -> tuple[Int32, Int32]:
-        """(source, number of its slice or chunk) of an item or chunk."""
+        """(source, number of its slice or span) of an item."""
         turn, run = ctx.by_ranks.split(item)
         source = ctx.rank + 1 + turn
         return source - cutlass.select_(source >= ctx.ranks, ctx.ranks, Int32(0)), run
 
-    def row_slice(self, ctx: CombineContext, source: Int32, index: Int32, count: Int32 | int = 1) -> RowSlice:
+    def row_slice(self, ctx: CombineContext, source: Int32, index: Int32) -> RowSlice:
         """`slice_of` in what a source gets back."""
-        return slice_of(index, self._header(source, HeaderWord.RETURN_SLICES_LOG2), row_vectors(ctx), count)
+        return slice_of(index, self._header(source, HeaderWord.RETURN_SLICES_LOG2), row_vectors(ctx))
 
-    def chunk_slice(self, ctx: CombineContext, item: Int32) -> tuple[Int32, RowSlice]:
-        """(source, slices of a token that are carried together, as one) of an item of a chunk."""
-        source, run = self.split(ctx, chunk_of(item))
-        return source, self.row_slice(ctx, source, run * CHUNK + remainder(item, CHUNK), self.together(source))
+    def span(self, ctx: CombineContext, item: Int32) -> Span:
+        """The span of a number, without tokens from the last one on."""
+        source, number = self.split(ctx, item)
+        log2 = self._header(source, HeaderWord.RETURN_SLICES_LOG2)
+        return span_of(source, number, self.tokens(source), log2, row_vectors(ctx), ctx.warps)
 
     def is_due(self, item: Int32, source: Int32, row_slice: RowSlice) -> Boolean:
         """Whether an item exists, and its slice."""
         return (item < self.count()) & (row_slice.token < self.tokens(source)) & (row_slice.first < row_slice.last)
-
-    def together(self, source: Int32) -> Int32:
-        """Slices of a token in a chunk."""
-        return cutlass.min(Int32(1) << self._header(source, HeaderWord.RETURN_SLICES_LOG2), Int32(CHUNK))
 
     def tokens(self, source: Int32) -> Int32:
         """Tokens of a source."""
@@ -154,19 +168,21 @@ class CombineSchedule:
         item = self.count()
         if self._are_most(ctx):
             number = from_lane(number, 0) * COUNTERS + remainder(ctx.warp, COUNTERS)
-            item = self._item_of(ctx, item_stride(ctx.grid.send_ctas), number)
+            item = self._item_of(ctx, item_stride(ctx.grid.send_ctas, ctx.warps), number)
         elif self.are_many(ctx):
-            item = first_item(ctx.cta, ctx.grid.send_ctas, WARPS + self.tickets.draw(ctx.lane))
+            item = first_item(ctx.cta, ctx.grid.send_ctas, ctx.warps + self.tickets.draw(ctx.lane))
         return item
 
-    def ask_chunk(self, ctx: CombineContext, turn: Int32) -> None:
-        """What `next_chunk` will need, by one thread; turn: 0 and 1 alternately. A CTA barrier must follow."""
+    @cute.jit
+    def ask_span(self, ctx: CombineContext, turn: Int32) -> None:
+        """What `next_span` will need, by thread 0; turn: 0 and 1 alternately. A CTA barrier must follow."""
         sAsked = shared_array(self.asked, Int32)
-        sAsked[turn] = self._take(ctx, Int32(0))
+        if ctx.tid == 0:
+            sAsked[turn] = self._take(ctx, Int32(0))
 
-    def next_chunk(self, ctx: CombineContext, turn: Int32) -> Int32:
-        """A CTA's next chunk, as its first item."""
-        return self._item_of(ctx, ctx.grid.send_ctas, shared_array(self.asked, Int32)[turn]) * CHUNK
+    def next_span(self, ctx: CombineContext, turn: Int32) -> Int32:
+        """Number of a CTA's next span."""
+        return self._item_of(ctx, ctx.grid.send_ctas, shared_array(self.asked, Int32)[turn])
 
     @cute.jit
     def clear_counters(self, ctx: CombineContext, cta: Int32) -> None:
@@ -176,7 +192,7 @@ class CombineSchedule:
 
     def _are_most(self, ctx: CombineContext) -> Boolean:
         """Whether there are so many Lamport slices that CTAs take them from each other."""
-        return self.count() > FEW_ROUNDS * item_stride(ctx.grid.send_ctas)
+        return self.count() > FEW_ROUNDS * item_stride(ctx.grid.send_ctas, ctx.warps)
 
     def _take(self, ctx: CombineContext, counter: Int32) -> Int32:
         """The next number from one of the counters that CTAs with the same turn share."""
@@ -184,7 +200,7 @@ class CombineSchedule:
         return take_ticket(ctx.here(ctx.arena.combine_tickets, sEpoch[0] & 1, _turn(ctx), counter))
 
     def _item_of(self, ctx: CombineContext, static: Int32, ticket: Int32) -> Int32:
-        """The item or chunk of a ticket: of the CTA's source, where ranks divide `static`."""
+        """The item of a ticket: of the CTA's source, where ranks divide `static`."""
         return item_of(static, ticket, cutlass.min(ctx.ranks, ctx.grid.send_ctas), _turn(ctx))
 
 
@@ -193,9 +209,20 @@ def _turn(ctx: CombineContext) -> Int32:
     return turn
 
 
-def _first(ctx: CombineContext, items: Int32, chunks: Boolean) -> Int32:
-    warp = cutlass.select_(chunks, Int32(0), ctx.warp)
-    return static_first(items, ctx.cta, ctx.grid.send_ctas, warp, chunks)
+def _first(ctx: CombineContext, items: Int32, spans: Boolean) -> Int32:
+    """A span is an item of a CTA, as of one warp."""
+    warp, warps = cutlass.select_(spans, Int32(0), ctx.warp), cutlass.select_(spans, Int32(1), ctx.warps)
+    return static_first(items, ctx.cta, ctx.grid.send_ctas, warp, warps=warps)
+
+
+def span_of(source: Int32, number: Int32, tokens: Int32, log2: Int32, vectors: Int32, warps: Int32) -> Span:
+    """A span of `warps` slices, a power of two, of a source of so many tokens, whose rows of so many vectors have
+    2^log2 slices: several tokens, one, or a part of one."""
+    index = number * warps
+    whole = slice_of(index, log2, vectors, cutlass.min(Int32(1) << log2, warps))
+    count = cutlass.min(cutlass.max(warps >> log2, Int32(1)), tokens - whole.token)
+    none = (count < 0) | (whole.first >= whole.last)
+    return Span(source, index, whole.token, cutlass.select_(none, Int32(0), count), whole.first, whole.last)
 
 
 def row_vectors(ctx: CombineContext) -> Int32:

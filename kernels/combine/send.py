@@ -1,32 +1,66 @@
 """The sending role: an expert rank returns its rows of each token of each source, or their weighted sum.
 
-Each warp carries slices of returned rows; where rows are not Lamport rows, the warps of a CTA carry a chunk, which has
-one flag (`schedule` says which come when). They carry its tokens one after the other, each token together:
-tokens have different numbers of rows. Lane k holds the row and the weight of entry k. A token without rows here is
-passed over: its source knows that. A row that dispatch had no room for comes home as NaN.
+Each warp carries slices of returned rows; where rows are not Lamport rows, the warps of a CTA carry a span (`schedule`
+says which come when), whose steps, `segments` segments of a token, they take in turn. What a warp needs to know of a
+token are its entries: lane k holds the row and the weight of entry k. Those of a span come through shared memory:
+
+    entries of spans      (stage, token, k)    (2, span tokens, top_k)    rows, and weights of a sum
+    steps of a span       (warp, turn)         (warps, ...) : (1, warps)  token first, then segments
+
+Before a span is carried, the entries of the next one are on their way (cp.async), and so is the ticket for the one
+after that. One CTA barrier ends a span. It says that the span is stored, so flags of its chunks may be signaled; that
+its entries are read, so the span after the next may overwrite them; and that those of the next one are there, since
+each thread has waited for its own copies.
+
+A token without rows here is passed over: its source knows that. A row that dispatch had no room for comes home as NaN.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
-from cute_ep.kernels.combine.schedule import CombineSchedule, row_vectors
+from cute_ep.kernels.combine.schedule import CombineSchedule, Span, row_vectors, span_of
 from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, opaque, round_vector
-from cute_ep.kernels.device.atoms import load_row, send
+from cute_ep.kernels.device.atoms import WORDS, fetch_word, load_row, send, weak
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.device.context import CombineContext
-from cute_ep.kernels.device.divide import quotient, remainder
+from cute_ep.kernels.device.divide import Divisor, division_magic, quotient
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport
-from cute_ep.kernels.device.memory import array, lane_tile, row_address, vector
-from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, without_lowest
+from cute_ep.kernels.device.memory import array, lane_tile, place_of, row_address, vector
+from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, slice_of, without_lowest
 from cute_ep.kernels.device.sync import signal
 from cute_ep.layouts.maps.arena import CHUNK, COMBINE_ITEMSIZE, chunk_of
+from cute_ep.layouts.maps.launch import WIDE_WARPS
 from cute_ep.layouts.maps.record import Region, RegionMap
-from cute_ep.layouts.maps.routing import NO_ROW
+from cute_ep.layouts.maps.routing import MAX_TOP_K, NO_ROW
+
+STAGES = 2
+"""Spans whose entries are in shared memory: of the one that is carried, and of the next."""
+
+
+class Fact(IntEnum):
+    """What the steps of a span share: its tokens, steps of a token and their `magic`, bytes from token to token, first
+    segment, and the first vector that is beyond."""
+
+    TOKENS = 0
+    STEPS = 1
+    STEPS_MAGIC = 2
+    PITCH = 3
+    FIRST = 4
+    END = 5
+
+
+FACT_WORDS = 8
+"""Room for the facts of a span, in whole vectors."""
+
+
+def _fact(rFacts: cute.Tensor, fact: Fact) -> Int32:
+    return Int32(rFacts[int(fact)])
 
 
 @dataclass(frozen=True)
@@ -49,17 +83,34 @@ class CombineSend:
     def __init__(self, partial: bool, segments: int, epoch: Region, shared: RegionMap) -> None:
         self.partial, self.segments, self.epoch = partial, segments, epoch
         self.schedule = CombineSchedule(epoch, shared)
+        self.facts = shared.add("return_facts", 4, STAGES, FACT_WORDS)
+        self.homes = shared.add("return_homes", 8, STAGES)
+        self.rows = shared.add("return_rows", 4, STAGES, WIDE_WARPS * MAX_TOP_K)
+        if partial:
+            self.weights = shared.add("return_weights", 4, STAGES, WIDE_WARPS * MAX_TOP_K)
 
+    @cute.jit
     def prepare(self, ctx: CombineContext) -> tuple[Int32, Float32]:
-        """Begin with the warp's first item: its row and weight, for `run`. A CTA barrier must follow before `run`."""
-        return self._load_entries(ctx, *self.schedule.open(ctx))
+        """Begin with what comes first: the entries of the CTA's span, on their way, or of the warp's slice: its row
+        and weight, for `run`. A CTA barrier must follow before `run`."""
+        spans, source, number, tokens, log2 = self.schedule.open(ctx)
+        row, weight = Int32(NO_ROW), Float32(0.0)
+        if spans:
+            span = span_of(source, number, tokens, log2, row_vectors(ctx), ctx.warps)
+            self._fetch_entries(ctx, span, Int32(0))
+            cute.arch.cp_async_commit_group()
+        else:
+            row_slice = slice_of(number, log2, row_vectors(ctx))
+            due = (row_slice.token < tokens) & (row_slice.first < row_slice.last)
+            row, weight = self._load_entries(ctx, source, row_slice.token, due)
+        return row, weight
 
     @cute.jit
     def run(self, ctx: CombineContext, row: Int32, weight: Float32) -> None:
         """By the warps of sending CTAs, after `prepare`, which returned row and weight, and the wait for
         `combine_consumed`."""
-        if self.schedule.are_chunks():
-            self._carry_chunks(ctx, row, weight)
+        if self.schedule.are_spans():
+            self._carry_spans(ctx)
         else:
             self._carry_slices(ctx, row, weight)
 
@@ -82,8 +133,8 @@ class CombineSend:
             if wanted != Uint32(0):
                 # of a few tokens' rows loads take less time if they may stay; whole rows leave no register for it
                 once = self.schedule.are_many(ctx) if self.partial else Boolean(True)
-                span, entries = (first, last, Int32(self.segments)), Entries(row, weight, wanted, once)
-                collided = self._push(ctx, home, span, entries)
+                entries = Entries(row, weight, wanted, once)
+                collided = self._push(ctx, home, (first, last), entries)
             if cutlass.const_expr(not self.partial):
                 self._signal_slice(ctx, source, index, collided)
             item = self.schedule.next(ctx, number)
@@ -95,49 +146,85 @@ class CombineSend:
             home = ctx.sPeers[source] + region.at(sEpoch[0] & 1, row_slice.token)
 
     @cute.jit
-    def _carry_chunks(self, ctx: CombineContext, row: Int32, weight: Float32) -> None:
-        """Where some rows are not Lamport rows: the warps of a chunk carry its tokens one after the other. Meanwhile
-        the ticket for the CTA's next chunk is drawn, before the chunk's barrier; it is read after the barrier."""
-        sEpoch = shared_array(self.epoch, Int64)
-        item = self.schedule.first(ctx, True)
-        turn = Int32(0)
+    def _carry_spans(self, ctx: CombineContext) -> None:
+        """Where some rows are not Lamport rows. No wait but the CTA barrier, which all its warps reach: each has the
+        same spans."""
+        item, turn = self.schedule.first(ctx, True), Int32(0)
+        self.schedule.ask_span(ctx, turn)
+        self._put_facts(ctx, self.schedule.span(ctx, item), turn)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()  # the first span's entries are there, and the ticket
         while item < self.schedule.count():
-            if (remainder(item, CHUNK) == 0) & (ctx.tid == 0):
-                self.schedule.ask_chunk(ctx, turn)
-            source, row_slice = self.schedule.chunk_slice(ctx, item)
-            wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
-            if wanted != Uint32(0):
-                regions = ctx.arena.lamport_returns, ctx.arena.returns
-                home = ctx.sPeers[source] + home_of(self._is_lamport(source), *regions, sEpoch[0] & 1, row_slice.token)
-                # where in the token each warp begins: a step after the last one of the token before
-                steps = quotient(row_slice.last - row_slice.first + (self.segments - 1), self.segments)
-                first = row_slice.first + remainder(ctx.warp - row_slice.token * steps, CHUNK) * self.segments
-                step = Int32(self.segments * CHUNK)
-                self._push(ctx, home, (first, row_slice.last, step), Entries(row, weight, wanted, Boolean(True)))
-            # computed again, not kept: registers are short above
-            source, row_slice = self.schedule.chunk_slice(ctx, opaque(item))
-            item += self.schedule.together(source)
-            if remainder(item, CHUNK) == 0:
-                cute.arch.sync_threads()  # all of the chunk is stored
-                if ctx.warp == 0:
-                    self._signal_chunk(ctx, source, chunk_of(row_slice.index))
-                item = self.schedule.next_chunk(ctx, turn)
-                turn = turn ^ 1
-            source, row_slice = self.schedule.chunk_slice(ctx, item)
-            due = self.schedule.is_due(item, source, row_slice)
-            row, weight = self._load_entries(ctx, source, row_slice.token, due)
+            span = self.schedule.span(ctx, self.schedule.next_span(ctx, turn))
+            self._fetch_entries(ctx, span, turn ^ 1)
+            cute.arch.cp_async_commit_group()
+            self._put_facts(ctx, span, turn ^ 1)
+            self.schedule.ask_span(ctx, turn ^ 1)
+            self._carry_span(ctx, turn)
+            following = self.schedule.next_span(ctx, opaque(turn))  # read again, not kept: registers are short above
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            if ctx.warp == 0:
+                self._signal_span(ctx, opaque(item))
+            item, turn = following, turn ^ 1
 
     @cute.jit
-    def _signal_chunk(self, ctx: CombineContext, source: Int32, chunk: Int32) -> None:
-        """Signal the flag of a chunk, by one warp; those of its slices where Lamport rows may contain SENTINEL."""
+    def _put_facts(self, ctx: CombineContext, span: Span, stage: Int32) -> None:
+        """What each step of a span reads, into a stage, by thread 0."""
+        sFacts, sHomes = shared_array(self.facts, Uint32), shared_array(self.homes, Int64)
         sEpoch = shared_array(self.epoch, Int64)
-        slices, first = self.schedule.slices(source), chunk * CHUNK
-        flag, due = chunk, (ctx.lane == 0) & (first < slices)
-        if self._is_lamport(source):
+        if ctx.tid == 0:
+            regions = ctx.arena.lamport_returns, ctx.arena.returns
+            lamport = self._is_lamport(span.source)
+            steps = cutlass.max(quotient(span.last - span.first + (self.segments - 1), self.segments), Int32(1))
+            facts = {
+                Fact.TOKENS: span.tokens,
+                Fact.STEPS: steps,
+                Fact.STEPS_MAGIC: division_magic(Uint32(steps)),
+                Fact.PITCH: cutlass.select_(lamport, *(region.stride[1] for region in regions)),
+                Fact.FIRST: span.first,
+                Fact.END: cutlass.min(row_vectors(ctx), span.last * SEGMENT),
+            }
+            for fact, value in facts.items():
+                sFacts[stage, int(fact)] = Uint32(value)
+            sHomes[stage] = ctx.sPeers[span.source] + home_of(lamport, *regions, sEpoch[0] & 1, span.token)
+
+    @cute.jit
+    def _carry_span(self, ctx: CombineContext, stage: Int32) -> None:
+        """The warp's steps of a span."""
+        sFacts, sHomes = shared_array(self.facts, Uint32), shared_array(self.homes, Int64)
+        rFacts = cute.make_rmem_tensor(FACT_WORDS, Uint32)
+        number = ctx.warp
+        carries = Boolean(True)
+        while carries:
+            here = opaque(stage)  # or what is read would be kept, and registers are short
+            for part in cutlass.range_constexpr(FACT_WORDS // WORDS):
+                sPart, rPart = (cute.local_tile(facts, (WORDS,), (part,)) for facts in (sFacts[here, None], rFacts))
+                cute.copy(weak(), sPart, rPart)
+            step, token = Divisor(_fact(rFacts, Fact.STEPS), rFacts[int(Fact.STEPS_MAGIC)]).split(number)
+            carries = token < _fact(rFacts, Fact.TOKENS)
+            if carries:
+                entries = self._staged_entries(ctx, token, stage)
+                if entries.wanted != Uint32(0):
+                    home = sHomes[here] + Int64(token) * _fact(rFacts, Fact.PITCH)
+                    segment = _fact(rFacts, Fact.FIRST) + step * self.segments
+                    self._push_segments(ctx, home, segment, _fact(rFacts, Fact.END), entries, self.segments)
+            number += ctx.warps
+
+    @cute.jit
+    def _signal_span(self, ctx: CombineContext, item: Int32) -> None:
+        """Signal the flags of a span's chunks, by one warp; those of its slices where Lamport rows may contain
+        SENTINEL."""
+        sEpoch = shared_array(self.epoch, Int64)
+        span = self.schedule.span(ctx, item)
+        slices, first = self.schedule.slices(span.source), span.index
+        flag = chunk_of(first) + ctx.lane
+        due = (first + ctx.lane * CHUNK < slices) & (ctx.lane < chunk_of(ctx.warps))
+        if self._is_lamport(span.source):
             flag = first + ctx.lane
-            due = Boolean(not self.partial) & (ctx.lane < CHUNK) & (flag < slices)
+            due = Boolean(not self.partial) & (ctx.lane < ctx.warps) & (flag < slices)
         if due:
-            signal(ctx.there(source, ctx.arena.return_ready, ctx.rank, flag), sEpoch[0])
+            signal(ctx.there(span.source, ctx.arena.return_ready, ctx.rank, flag), sEpoch[0])
 
     @cute.jit
     def _signal_slice(self, ctx: CombineContext, source: Int32, index: Int32, collided: Boolean) -> None:
@@ -150,8 +237,7 @@ class CombineSend:
 
     @cute.jit
     def _load_entries(self, ctx: CombineContext, source: Int32, token: Int32, due: Boolean) -> tuple[Int32, Float32]:
-        """(row, weight) of the token's entry number `lane`; NO_ROW where it has none here. In a sum a row that dispatch
-        had no room for is row 0 with weight NaN."""
+        """(row, weight) of the token's entry number `lane`; NO_ROW where it has none here."""
         in_rank = ctx.group.max_tokens * ctx.top_k
         index = token * ctx.top_k + ctx.lane
         row = Int32(NO_ROW)
@@ -160,39 +246,76 @@ class CombineSend:
             row = array(ctx.batch.row_map, Int32, ctx.ranks, in_rank)[source, index]
             if cutlass.const_expr(self.partial):
                 weight = Float32(array(ctx.batch.weights, Float32, ctx.ranks, in_rank)[source, index])
-                if row >= ctx.rows.capacity:
-                    row, weight = Int32(0), Float32(float("nan"))
+        return self._checked(ctx, row, weight)
+
+    @cute.jit
+    def _fetch_entries(self, ctx: CombineContext, span: Span, stage: Int32) -> None:
+        """Begin to copy the entries of a span into a stage, a word of each array a thread: a span has at most a token a
+        warp."""
+        in_rank = ctx.group.max_tokens * ctx.top_k
+        index = span.token * ctx.top_k + ctx.tid
+        if ctx.tid < span.tokens * ctx.top_k:
+            place = span.source, index
+            gRows = array(ctx.batch.row_map, Int32, ctx.ranks, in_rank)
+            fetch_word(place_of(gRows, place), place_of(shared_array(self.rows, Int32), (stage, ctx.tid)))
+            if cutlass.const_expr(self.partial):
+                gWeights = array(ctx.batch.weights, Float32, ctx.ranks, in_rank)
+                fetch_word(place_of(gWeights, place), place_of(shared_array(self.weights, Float32), (stage, ctx.tid)))
+
+    @cute.jit
+    def _staged_entries(self, ctx: CombineContext, token: Int32, stage: Int32) -> Entries:
+        """The entries of a token of a span, by number in the span."""
+        row, weight = Int32(NO_ROW), Float32(0.0)
+        if ctx.lane < ctx.top_k:
+            place = stage, token * ctx.top_k + ctx.lane
+            row = shared_array(self.rows, Int32)[place]
+            if cutlass.const_expr(self.partial):
+                weight = shared_array(self.weights, Float32)[place]
+        row, weight = self._checked(ctx, row, weight)
+        return Entries(row, weight, Uint32(cute.arch.vote_ballot_sync(row >= 0)), Boolean(True))
+
+    @cute.jit
+    def _checked(self, ctx: CombineContext, row: Int32, weight: Float32) -> tuple[Int32, Float32]:
+        """In a sum a row that dispatch had no room for is row 0 with weight NaN."""
+        if cutlass.const_expr(self.partial):
+            if row >= ctx.rows.capacity:
+                row, weight = Int32(0), Float32(float("nan"))
         return row, weight
 
     def _is_lamport(self, source: Int32) -> Boolean:
         return is_lamport(self.schedule.tokens(source))
 
     @cute.jit
-    def _push(self, ctx: CombineContext, home: Int64, span: tuple[Int32, Int32, Int32], entries: Entries) -> Boolean:
-        """`segments` segments of every `step`, in first .. last - 1, where `span` is (first, last, step). Returns
-        whether this lane stored a SENTINEL word."""
-        first, last, step = span
+    def _push(self, ctx: CombineContext, home: Int64, span: tuple[Int32, Int32], entries: Entries) -> Boolean:
+        """The segments first .. last - 1 of a slice, where `span` is (first, last). Returns whether this lane stored a
+        SENTINEL word."""
+        segment, last = span
         collided = Boolean(False)
-        segment = first
+        end = row_vectors(ctx)
         while segment < last:
             if cutlass.const_expr(self.segments == 2):
                 if segment + 1 < last:
-                    collided = collided | self._push_segments(ctx, home, segment, entries, 2)
+                    collided = collided | self._push_segments(ctx, home, segment, end, entries, 2)
                 else:
-                    collided = collided | self._push_segments(ctx, home, segment, entries, 1)
+                    collided = collided | self._push_segments(ctx, home, segment, end, entries, 1)
             else:
-                collided = collided | self._push_segments(ctx, home, segment, entries, 1)
-            segment += step
+                collided = collided | self._push_segments(ctx, home, segment, end, entries, 1)
+            segment += self.segments
         return collided
 
     @cute.jit
     def _push_segments(
-        self, ctx: CombineContext, home: Int64, segment: Int32, entries: Entries, segments: cutlass.Constexpr
+        self,
+        ctx: CombineContext,
+        home: Int64,
+        segment: Int32,
+        end: Int32,
+        entries: Entries,
+        segments: cutlass.Constexpr,
     ) -> Boolean:
-        """Neighbouring segments of the rows, each to its own slot, or of their weighted sum to the own rank's: its
-        words are never SENTINEL, since a NaN is rounded to 0x7FFF. LOADS_IN_FLIGHT loads go before the first use.
-        Returns whether this lane stored a SENTINEL word."""
-        columns = row_vectors(ctx)
+        """Neighbouring segments of the rows, but no vector from `end` on, each to its own slot, or of their weighted
+        sum to the own rank's: its words are never SENTINEL, since a NaN is rounded to 0x7FFF. LOADS_IN_FLIGHT loads go
+        before the first use. Returns whether this lane stored a SENTINEL word."""
         column = segment * SEGMENT + opaque(ctx.lane)
         rows = LOADS_IN_FLIGHT // self.segments
         rX = cute.make_rmem_tensor((4, segments, rows), Uint32)
@@ -211,7 +334,7 @@ class CombineSend:
                     for part in cutlass.range_constexpr(segments):
                         if cutlass.const_expr(not self.partial):
                             rX[None, part, turn].fill(LOST)
-                        if (column + part * SEGMENT < columns) & (self.partial | (found < ctx.rows.capacity)):
+                        if (column + part * SEGMENT < end) & (self.partial | (found < ctx.rows.capacity)):
                             load_row(tRow[None, part], rX[None, part, turn], entries.once)
             for turn in cutlass.range_constexpr(rows):
                 if again != Uint32(0):
@@ -222,19 +345,21 @@ class CombineSend:
                             accumulate(rSum[None, part], rX[None, part, turn], from_lane(entries.weight, k))
                         else:
                             collided = collided | self._store(
-                                ctx, home, k, column + part * SEGMENT, rX[None, part, turn]
+                                ctx, home, k, column + part * SEGMENT, end, rX[None, part, turn]
                             )
         if cutlass.const_expr(self.partial):
             for part in cutlass.range_constexpr(segments):
                 round_vector(rSum[None, part], rX[None, part, 0], BFloat16)
-                self._store(ctx, home, ctx.rank, column + part * SEGMENT, rX[None, part, 0])
+                self._store(ctx, home, ctx.rank, column + part * SEGMENT, end, rX[None, part, 0])
         return collided
 
     @cute.jit
-    def _store(self, ctx: CombineContext, home: Int64, slot: Int32, column: Int32, rX: cute.Tensor) -> Boolean:
-        """One vector of a row to a slot; returns whether it has a SENTINEL word."""
+    def _store(
+        self, ctx: CombineContext, home: Int64, slot: Int32, column: Int32, end: Int32, rX: cute.Tensor
+    ) -> Boolean:
+        """One vector of a row to a slot, if it is below `end`; returns whether it has a SENTINEL word."""
         collided = Boolean(False)
-        if column < row_vectors(ctx):
+        if column < end:
             send(rX, vector(home + slot * ctx.arena.returns.stride[2], column))
             if cutlass.const_expr(not self.partial):
                 collided = has_sentinel(rX)

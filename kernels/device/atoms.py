@@ -7,7 +7,7 @@
 | `poll`, `poll_word`     | ld.relaxed.sys.global              | Lamport words that may be on their way            |
 | `clear`, `clear_word`   | st.global                          | Lamport words that this rank has taken            |
 | `load_row`              | ld.global or ld.global.cs          | expert rows, which may be the first to leave L2   |
-| `fetch`                 | cp.async.cg.shared.global          | rows on their way into shared memory              |
+| `fetch`, `fetch_word`   | cp.async.cg / .ca.shared.global    | rows and words on their way into shared memory    |
 
 `poll` and `load_row` are PTX: with a memory order (CopyG2ROp) combine spills 8 bytes a thread on sm_90a, and the cache
 hint of a copy atom cannot be chosen at run time (DSL 4.8.1). `send`, the store that `poll` waits for, is PTX like it.
@@ -78,6 +78,13 @@ def fetch(gWord: cute.Tensor, sWord: cute.Tensor, inside: Boolean) -> None:
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
         read_only_args=[sWord.iterator.toint(), gWord.iterator.toint(), size],
+    )
+
+
+def fetch_word(place: cute.Pointer, sWord: cute.Pointer) -> None:
+    """Begin to copy the word at a pointer into shared memory."""
+    cute.arch.inline_ptx(
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[sWord.toint(), place.toint()]
     )
 
 

@@ -11,17 +11,20 @@ from cute_ep.kernels.device.divide import quotient
 from cute_ep.kernels.device.memory import rows
 from cute_ep.layouts.algebra.layout import Swizzle
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
-from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS
+from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS, WIDE_THREADS
 from cute_ep.layouts.maps.record import Region
 
 
-def launch_config(grid: Int32, shared_bytes: int = 0) -> dict:
-    """Keyword arguments of a kernel's launch: `grid` CTAs of THREADS threads, compiled for CTAS_PER_SM residents."""
+def launch_config(grid: Int32, shared_bytes: int = 0, wide: bool = False) -> dict:
+    """Keyword arguments of a kernel's launch: `grid` CTAs of THREADS threads, compiled for CTAS_PER_SM residents.
+    `wide`: of THREADS or WIDE_THREADS threads, as the host chooses; registers are the same."""
+    threads = [WIDE_THREADS if wide else THREADS, 1, 1]
     return {
         "grid": [grid, 1, 1],
-        "block": [THREADS, 1, 1],
+        "block": threads,
+        "max_number_threads": threads if wide else [0, 0, 0],
         "smem": shared_bytes,
-        "min_blocks_per_mp": CTAS_PER_SM,
+        "min_blocks_per_mp": CTAS_PER_SM * THREADS // threads[0],
         "preferred_smem_carveout": 50,
     }
 

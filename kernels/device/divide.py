@@ -44,3 +44,8 @@ class Divisor:
         slow = Int32(cute.arch.mul_hi(Uint32(item), self.magic))
         slow = cutlass.select_(self.extent == 1, Int32(item), slow)
         return item - slow * self.extent, slow
+
+
+def division_magic(extent: Uint32) -> Uint32:
+    """The `magic` of a Divisor, computed by a thread: some thirty instructions."""
+    return Uint32(0xFFFFFFFF) // extent + Uint32(1)

@@ -80,9 +80,9 @@ def first_item(cta: Int32, ctas: Int32, warp: Int32) -> Int32:
     return warp * ctas + cta
 
 
-def item_stride(ctas: Int32) -> Int32:
-    """Warps of `ctas` CTAs."""
-    return ctas * WARPS
+def item_stride(ctas: Int32, warps: Int32 | int = WARPS) -> Int32:
+    """Warps of `ctas` CTAs of `warps` warps."""
+    return ctas * warps
 
 
 def packed_cta(block: Int32, blocks: Int32) -> Int32:
@@ -97,21 +97,23 @@ def control_cta(ctas: Int32) -> Int32:
     return quotient(ctas, 2)
 
 
-def static_first(items: Int32, cta: Int32, ctas: Int32, warp: Int32, chunks: Boolean | bool = False) -> Int32:
-    """First of `items` items of a warp of CTA `cta` of `ctas`; `items` where the warp has no item.
+def static_first(
+    items: Int32, cta: Int32, ctas: Int32, warp: Int32, chunks: Boolean | bool = False, warps: Int32 | int = WARPS
+) -> Int32:
+    """First of `items` items of a warp of CTA `cta` of `ctas`, of `warps` warps each; `items` where it has no item.
 
     With `chunks`, neighbouring items go to the warps of one CTA, all of which have the same number of items: then
-    `items` is a multiple of CHUNK.
+    `items` is a multiple of CHUNK, and a CTA has as many warps.
     """
-    control, working = control_cta(ctas), _working_ctas(items, ctas)
+    control, working = control_cta(ctas), _working_ctas(items, ctas, warps)
     place = cta - cutlass.select_(cta > control, ctas - working, Int32(0))
     first = cutlass.select_(Boolean(chunks), place * CHUNK + warp, first_item(place, working, warp))
     return cutlass.select_((working != ctas) & (cta == control), items, first)
 
 
-def are_many(items: Int32, ctas: Int32) -> Boolean:
+def are_many(items: Int32, ctas: Int32, warps: Int32 | int = WARPS) -> Boolean:
     """Whether there are more items than warps in `ctas` CTAs; then no CTA is left out."""
-    return items > item_stride(ctas)
+    return items > item_stride(ctas, warps)
 
 
 class Tickets:
@@ -151,8 +153,8 @@ def static_stride(items: Int32, ctas: Int32) -> Int32:
     return item_stride(_working_ctas(items, ctas))
 
 
-def _working_ctas(items: Int32, ctas: Int32) -> Int32:
-    return ctas - Int32(items <= (ctas - 1) * WARPS)
+def _working_ctas(items: Int32, ctas: Int32, warps: Int32 | int = WARPS) -> Int32:
+    return ctas - Int32(items <= (ctas - 1) * warps)
 
 
 def item_of(static: Int32, ticket: Int32, turns: Int32 | int = 1, turn: Int32 | int = 0) -> Int32:

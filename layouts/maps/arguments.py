@@ -112,12 +112,14 @@ class Grid(NamedTuple):
         send_ctas: CTAs below it send.
         packed: 1 for CTA numbers of `packed_cta`, 0 for those of the blocks.
         receive_from: CTAs from it on receive.
+        warps: of a CTA; dispatch's always have WARPS.
     """
 
     pdl: Size
     send_ctas: Size
     packed: Size
     receive_from: Size
+    warps: Size
 
 
 class Ids(NamedTuple):

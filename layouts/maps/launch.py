@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 THREADS = 512
-"""Threads of every kernel's CTA (`reqntid` in the cubins)."""
+"""Threads of a CTA (`reqntid` in the cubins)."""
 WARPS = THREADS // 32
 CTAS_PER_SM = 2
 """Kernels are compiled to fit this many CTAs on one SM (at most 64 registers a thread)."""
+WIDE_THREADS = CTAS_PER_SM * THREADS
+"""Threads of a wide CTA, which takes a whole SM. Kernels of combine can be launched with it (`maxntid`)."""
+WIDE_WARPS = WIDE_THREADS // 32
 FREE_SMS = 8
 """SMs without a CTA of ours where ranks share a GPU, for all that they have to run between their calls."""
 TILE_ELEMENTS = 1024

@@ -348,6 +348,15 @@ def test_ptx_says_what_the_protocol_says(library: dict[Variant, LibraryEntry], a
     assert not re.search(r"ld\.global\.nc", ptx)
 
 
+@pytest.mark.parametrize("kernel", COMBINE_KERNELS)
+def test_combine_may_be_launched_with_ctas_that_fill_an_sm(kernel: str) -> None:
+    """And is short of no register then: `test_two_ctas_fit_on_an_sm` counts them."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        ptx = pool.submit(_ptx, Variant(kernel, "sm_90a", None)).result()
+    assert re.search(rf"\.maxntid {CTAS_PER_SM * THREADS}\b", ptx) and not re.search(r"\.reqntid", ptx)
+    assert re.search(r"\.minnctapersm 1\b", ptx)
+
+
 def test_kernel_names_are_covered() -> None:
     """And every kernel that has formats is one that encodes."""
     encoding = {*SEND_KERNELS, QUANTIZE_KERNEL, *GATE_KERNELS}

@@ -17,6 +17,15 @@ _ACKNOWLEDGE = {
 }
 _AWAITED = "alive = wait_signal(self.wait_context, flag, epoch, Awaited(tid, phase, Int32(0)))"
 _AFTER_COMBINE_WAIT = "ctx.arena.combine_consumed, ctx.epoch - 2, Phase.COMBINE_CONSUMED, sent, word)\n"
+_SPAN_STORED = """\
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+"""
+_SPAN_SIGNALED = """\
+            if ctx.warp == 0:
+                self._signal_span(ctx, opaque(item))
+"""
+_SPAN_ENDS, _SPAN_ENDS_EARLY = _SPAN_STORED + _SPAN_SIGNALED, _SPAN_SIGNALED + _SPAN_STORED
 
 
 def _wait_for(epoch: str) -> tuple[Edit, ...]:
@@ -114,6 +123,24 @@ MUTANTS = {
                 "kernels/combine/schedule.py",
                 "from cute_ep.kernels.device.memory import rows",
                 "from cute_ep.kernels.device.memory import pointer, rows",
+            ),
+        ),
+    ),
+    # a span's flags are signaled before its warps have stored all of it
+    "EARLY_FLAG": Mutant("combines", (Edit("kernels/combine/send.py", _SPAN_ENDS, _SPAN_ENDS_EARLY),)),
+    # entries of the next span overwrite those that the warps are reading
+    "ONE_STAGE": Mutant(
+        "combines",
+        (
+            Edit(
+                "kernels/combine/send.py",
+                "shared_array(self.rows, Int32), (stage, ctx.tid)",
+                "shared_array(self.rows, Int32), (0, ctx.tid)",
+            ),
+            Edit(
+                "kernels/combine/send.py",
+                "            row = shared_array(self.rows, Int32)[place]\n",
+                "            row = shared_array(self.rows, Int32)[0, place[1]]\n",
             ),
         ),
     ),

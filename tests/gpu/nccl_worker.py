@@ -110,7 +110,8 @@ def connected(sms: int | None, *, pairs: bool) -> Iterator[tuple[Communicator, G
     communicator = connect(cfg, library=LIBRARY, sms=sms)
     assert isinstance(communicator, Communicator)
     if not pairs:
-        communicator._cache = LaunchCache(cfg, rank, communicator.max_ctas, False, communicator._kernels)
+        most, kernels = communicator.max_ctas, communicator._kernels
+        communicator._cache = LaunchCache(cfg, rank, most, kernels, pairs=False, whole_sms=True)
     given = Given(communicator)
     for case in CASES:
         given.prepare("combine")()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from cute_ep.api.config import EPConfig
@@ -65,9 +67,10 @@ def test_sm_budget_does_not_change_bytes(devices: list[str], sms: int) -> None:
     cfg = EPConfig(2048, 128, 8, most, len(devices), "nvfp4", timeout_s=20)
     with connected(cfg, devices, sms=sms) as communicators:
         assert all(communicator.max_ctas <= sms for communicator in communicators)
-        for seed, split in enumerate((False, True)):
-            counts = [most - 100 * rank for rank in range(len(devices))]
-            check_round(communicators, make_inputs(cfg, counts, "zipf", seed), RoundOptions(split, seed=seed))
+        for seed, (split, tokens) in enumerate(product((False, True), (most, 700, 15))):
+            counts = [tokens - tokens // 10 * rank for rank in range(len(devices))]
+            options = RoundOptions(split, ("exact", "partial"), seed=seed)
+            check_round(communicators, make_inputs(cfg, counts, "zipf", seed), options)
 
 
 ODD_SHAPES = ((1, 0, MAX_SLICES), (7, 0.9, 1), (33, 0.01, 2), (5, 0.3, 16), (MANY, 0.5, 4))

@@ -21,7 +21,7 @@ from cute_ep.runtime.nodes import NodesCommunicator
 from cute_ep.runtime.rails import nccl
 from cute_ep.runtime.rails.nccl import NcclRail
 from cute_ep.runtime.rails.watch import Watch
-from tests.fake_gpu import PlainHostMemory
+from tests.plain_memory import PlainHostMemory
 
 from .emulated_nodes import connected
 

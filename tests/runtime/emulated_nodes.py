@@ -20,7 +20,7 @@ from cute_ep.runtime.status import Status
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.verify import check_dispatched, poisoned_buffers
 from cute_ep.testing.workloads import make_inputs
-from tests.fake_gpu import PlainHostMemory
+from tests.plain_memory import PlainHostMemory
 from tests.reference.ranks import at_once, check_filled, poisoned, processes, rows_for
 
 from .emulated_mail import Emulated

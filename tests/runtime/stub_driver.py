@@ -45,14 +45,14 @@ def filled(write: Callable[[int], object], nbytes: int = 16) -> str:
     return found
 
 
-def launched(early: bool, context: int = 5, *, pairs: bool = False) -> None:
+def launched(early: bool, context: int = 5, *, pairs: bool = False, threads: int = 512) -> None:
     """Launches a kernel of two parameters, of context 6, where `context` is the current one."""
     values = (ctypes.c_int64 * 2)(-11, 1 << 40)
     first = ctypes.addressof(values)
     pointers = (ctypes.c_void_p * 2)(first, first + 8)
-    launcher = calls.Launcher(9, 6, 512, 48)
+    launcher = calls.Launcher(9, 6, 48)
     calls.set_context(context)
-    launcher.launch(4, 77, ctypes.addressof(pointers), early, pairs)
+    launcher.launch(4, threads, 77, ctypes.addressof(pointers), early, pairs)
 
 
 def through_handle() -> list[bool]:

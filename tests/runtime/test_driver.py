@@ -83,8 +83,8 @@ def test_a_kernel_is_described_to_the_compiled_launcher(monkeypatch: pytest.Monk
     kernel = driver.Kernel(entry_of(params, smem_bytes=48), ("input", "out"))
     kernel.bind("group", (-1,))
     kernel.launch(1, (5, 6, 7), 1001)
-    function, threads, shared_bytes, numbers, order = kernel.described((1 << 50, 8))
-    assert (threads, shared_bytes, kernel.context) == (512, 48, 5) and function
+    function, threads, shared_bytes, numbers, order = kernel.described((1 << 50, 8), 1024)
+    assert (threads, shared_bytes, kernel.context) == (1024, 48, 5) and function
     assert struct.unpack("4q", numbers) == (1 << 50, 8, 7, -1) and struct.unpack("4H", order) == (2, 3, 0, 1)
     assert [kernel.place(name) for name in ("input.x", "out.at", "out.rows")] == [0, 2, -1]
 

@@ -199,9 +199,9 @@ def test_a_launch_has_the_attributes_that_it_was_given() -> None:
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_a_launch_has_the_attributes_of_its_cluster(cluster: int) -> None:
     """The last one is left out of launches that do not start early."""
-    config = driver_calls.launch_config(512, 48, cluster)
+    config = driver_calls.launch_config(48, cluster)
     *first, early = config.attrs
-    assert (config.blockDimX, config.sharedMemBytes, int(early.id)) == (512, 48, int(SERIALIZATION))
+    assert (config.blockDimY, config.sharedMemBytes, int(early.id)) == (1, 48, int(SERIALIZATION))
     dimensions = [one.value.clusterDim for one in first]
     assert [(one.x, one.y, one.z) for one in dimensions] == [(cluster, 1, 1)] * (cluster > 1)
 

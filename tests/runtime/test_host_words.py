@@ -11,7 +11,7 @@ from cute_ep.api.errors import EPInputError
 from cute_ep.runtime import host_words
 from cute_ep.runtime.host_words import EPOCH_MASK, POLLS_PER_CHECK, SPIN_S, HostWords
 from tests.emulated_counts import store
-from tests.fake_gpu import PlainHostMemory
+from tests.plain_memory import PlainHostMemory
 
 ROOM = 6
 

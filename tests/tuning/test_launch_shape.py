@@ -79,6 +79,22 @@ def test_more_ctas_never_shrink_the_grid(launch: tuple[EPConfig, int, int], oper
     assert grids == sorted(grids)
 
 
+@pytest.mark.parametrize(
+    ("operation", "tokens", "whole_sms", "threads"),
+    [
+        ("combine", 47, True, 512),
+        ("combine", 48, True, 1024),
+        ("combine_async", 48, True, 1024),
+        ("combine_wait", 48, True, 1024),
+        ("combine", 4096, False, 512),
+        ("dispatch", 4096, True, 512),
+    ],
+)
+def test_combine_fills_sms_from_two_tokens_a_cta_on(operation: str, tokens: int, whole_sms: bool, threads: int) -> None:
+    tuning = Tuning(MINE, MINE)
+    assert tuning.shape(operation, tokens, 24, whole_sms=whole_sms).threads == threads
+
+
 def test_below_split_from_every_cta_does_both() -> None:
     """Down to `split_from` some only send, by share or at most so many."""
     table = (Entry(MANY, MANY, 1 / 4, 2, most_senders=20, split_from=40),)

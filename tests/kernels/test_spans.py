@@ -1,0 +1,46 @@
+"""How a span of combine is dealt out to warps: device code, run on the CPU."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cutlass import Int32
+
+from cute_ep.kernels.combine.schedule import span_of
+from cute_ep.kernels.device.slices import SEGMENT, segments_of
+from cute_ep.layouts.maps.arena import MAX_SLICES
+from cute_ep.layouts.maps.launch import WARPS, WIDE_WARPS
+from cute_ep.layouts.maps.routing import MAX_TOP_K
+
+from .host import run_map
+
+
+@pytest.mark.parametrize("warps", [WARPS, WIDE_WARPS])
+def test_spans_have_every_segment_of_every_token_once(warps: int) -> None:
+    """And spans beyond the last one have no tokens."""
+    cases = list(product(range(MAX_SLICES.bit_length()), (0, 1, 15, 33, 64), (1, 40, 28 * SEGMENT, 8192)))
+    counts = [-(-(tokens << log2) // warps) + 3 for log2, tokens, _ in cases]
+    given = [(number, *case) for case, count in zip(cases, counts, strict=True) for number in range(count)]
+
+    def fields(number, log2, tokens, vectors):
+        span = span_of(Int32(0), number, tokens, log2, vectors, Int32(warps))
+        return tuple(map(Int32, (span.index, span.token, span.tokens, span.first, span.last)))
+
+    spans = np.stack(run_map(fields, *np.array(given, np.int32).T, outputs=5)).view(np.int32).T
+    for (_, tokens, vectors), own in zip(cases, np.split(spans, np.cumsum(counts)[:-1]), strict=True):
+        assert (own[:, 0] == np.arange(len(own)) * warps).all() and not own[-3:, 2].any()
+        taken = np.zeros((tokens, segments_of(vectors)), np.int32)
+        for _, token, covered, first, last in own.tolist():
+            assert 0 <= covered <= warps
+            taken[token : token + covered, first:last] += int(covered > 0)
+        assert (taken == 1).all(), (tokens, vectors)
+
+
+def test_entries_of_a_span_are_a_word_a_thread() -> None:
+    """The most tokens of a span, one a warp, have at most as many entries as the warps have threads."""
+    assert MAX_TOP_K <= 32
