@@ -24,6 +24,8 @@ SWEEP_SMS = (8, 16, 24, 32, 48, 64, 128, None)
 SWEEP_TOKENS = (128, 1024, 4096)
 SWEEP_OPERATIONS = {"bf16": ("dispatch", "combine_partial"), "nvfp4": ("dispatch",)}
 """By format; the format makes no difference to a combine."""
+CEILING_TOKENS = (1024, 4096)
+"""Of SWEEP_TOKENS those at which the ceiling of so many SMs is measured: rows of fewer stay in the L2 cache."""
 ORDER_TOKENS = (1, 128, 4096)
 BLOCK_TOKENS = 128
 """Most tokens a rank where each local expert has a block, which has room for all tokens of all ranks."""

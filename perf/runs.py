@@ -17,7 +17,7 @@ ARTEFACTS = Path(__file__).parents[1] / "build" / "perf"
 """Where the suite writes."""
 RUN = "run.json"
 RUN_HELP = "a file of perf/results, or the folder of a run in full"
-SECTIONS = ("cases", "orders", "sweep", "mirror", "mirror_bias", "swiglu", "compiled", "peers")
+SECTIONS = ("cases", "orders", "sweep", "sm_ceilings", "mirror", "mirror_bias", "swiglu", "compiled", "peers")
 """Lists of results. "mirror_bias" is in kept runs only (`perf.values.mirror_bias`)."""
 CARRIED = ("swiglu", "compiled")
 """Sections that a run without them takes over from the one that it replaces: each is of one GPU and holds its own

@@ -33,7 +33,8 @@ from perf.cases import MAIN, MIRROR_TOKENS, QUICK_FORMATS, Group, case_groups
 from perf.mirror import GPUS, measure_mirror
 from perf.orders import measure_orders
 from perf.runs import ARTEFACTS, RUN, reproduce
-from perf.sweep import measure_sweep
+from perf.sm_ceiling import NoCompilerError
+from perf.sweep import measure_sweep, measure_sweep_ceilings
 from perf.swiglu import measure_swiglu
 
 TABLES = "tables.md"
@@ -69,7 +70,8 @@ class Suite:
         machine = environment(devices, reproduce("perf.suite", sys.argv[1:]))
         machine |= {"links": link_matrix(), "commit": commit or machine["commit"], "library": library_facts(library)}
         self.run: dict = {"machine": machine, "quick": quick, "notes": [], "seconds": {}, "gpu_state": {}}
-        self.run |= {"ceilings": {}, "cases": [], "orders": [], "sweep": [], "mirror": [], "swiglu": [], "peers": []}
+        self.run |= {"ceilings": {}, "cases": [], "orders": [], "sweep": [], "sm_ceilings": []}
+        self.run |= {"mirror": [], "swiglu": [], "peers": []}
 
     def say(self, text: str) -> None:
         """One line of progress."""
@@ -118,6 +120,13 @@ class Suite:
                     self.run["cases"].append({"shape": group.shape.text} | case | floors(case["parts"], ceilings))
                 del sets
 
+    def measure_sm_ceilings(self) -> None:
+        """What the SMs of the sweep can do at best, where their kernels can be compiled."""
+        try:
+            self.run["sm_ceilings"] = measure_sweep_ceilings(self.devices, self.say)
+        except NoCompilerError as error:
+            self.note(f"SM ceilings: {error}", failure=False)
+
     def measure_compiled(self, memory: float) -> None:
         """`perf.compiled`, where it works."""
         file = self.folder / "compiled.json"
@@ -165,6 +174,9 @@ def run_suite(suite: Suite, sections: Sequence[str]) -> None:
     orders = suite.run["orders"]
     work("orders", lambda: orders.extend(measure_orders(suite.devices, suite.library, ceilings, suite.say)))
     work("sweep", lambda: suite.run["sweep"].extend(measure_sweep(suite.devices, suite.library, suite.say)))
+    if "sweep" in sections:
+        with suite.section("sm_ceilings"):
+            suite.measure_sm_ceilings()
     if len(suite.devices) == len(set(suite.devices)) == GPUS:
         mirror = suite.run["mirror"]
         work("mirror", lambda: mirror.extend(measure_mirror(QUICK_FORMATS, MIRROR_TOKENS, suite.library, suite.say)))

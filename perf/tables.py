@@ -4,7 +4,7 @@ GPU."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from perf.cases import MAIN, OTHERS, QUICK_FORMATS
@@ -36,6 +36,11 @@ CONDITIONS_TEXT = (
 FLOOR_TEXT = (
     "Floor of a launch: the time of its bytes on the busiest link or in the busiest memory, whichever is longer, at "
     "the rate of the run's fastest copy, plus one flag and one empty launch; few tokens stay in L2 and may take less"
+)
+SM_CEILING_TEXT = (
+    "The bytes of an operation moved without waiting for a flag, by one CTA on each of so many SMs: the fastest kernel "
+    "of `perf/sm_ceiling.cu`. *plain*: loads and stores of so many threads, each with (vectors x sources) loads at "
+    "once; *bulk*: bulk copies of so many warps and bytes through shared memory. Sums of rows are XORs"
 )
 TAKEN = {"swiglu": "SwiGLU", "compiled": "SwiGLU through torch.compile"}
 """Sections that may be of another run (`perf.runs.CARRIED`), as the text calls them."""
@@ -147,17 +152,38 @@ def conditions_table(run: dict) -> str:
     return markdown(("tokens per rank", *head), rows)
 
 
-def sweep_table(sweep: Sequence[dict]) -> str:
-    """Medians by the SMs that a rank takes: one CTA on each, of a whole GPU two."""
-    budgets = sorted({case["sms"] for case in sweep})
-    found = {(case["operation"], case["format"], case["tokens"], case["sms"]): case for case in sweep}
+def by_budget(results: Sequence[dict], cell: Callable[[dict], str]) -> str:
+    """A table of results by the SMs that a rank takes."""
+    budgets = sorted({case["sms"] for case in results})
+    found = {(case["operation"], case["format"], case["tokens"], case["sms"]): case for case in results}
     keys = dict.fromkeys(key[:3] for key in found)
     rows = [
         (name.replace("_", " "), fmt, str(tokens))
-        + tuple(f"{found[(name, fmt, tokens, sms)]['p50_us']:.1f}" for sms in budgets)
+        + tuple(cell(found[(name, fmt, tokens, sms)]) if (name, fmt, tokens, sms) in found else "" for sms in budgets)
         for name, fmt, tokens in keys
     ]
     return markdown(("operation", "format", "tokens per rank", *(f"{sms} SMs" for sms in budgets)), rows)
+
+
+def sweep_table(sweep: Sequence[dict], ceilings: Sequence[dict] = ()) -> str:
+    """Medians by the SMs that a rank takes: one CTA on each, of a whole GPU two; in brackets over the ceiling, where
+    that was measured."""
+
+    def key(case: dict) -> tuple:
+        return case["operation"], case["format"], case["tokens"], case["sms"]
+
+    least = {key(one): one["p50_us"] for one in ceilings}
+
+    def cell(case: dict) -> str:
+        known = least.get(key(case))
+        return f"{case['p50_us']:.1f}" + ("" if known is None else f" ({case['p50_us'] / known:.2f})")
+
+    return by_budget(sweep, cell)
+
+
+def sm_ceilings_table(ceilings: Sequence[dict]) -> str:
+    """The ceilings of so many SMs, and the kernels that they are of."""
+    return by_budget(ceilings, lambda one: f"{one['p50_us']:.1f} {one['kernel']}")
 
 
 def orders_table(orders: Sequence[dict], named: bool = True) -> str:
@@ -369,7 +395,10 @@ def page(run: dict) -> str:
     mirrored = mirror_table(run)
     section(mirror_title(run), mirrored and f"{mirror_text(run)}. In brackets: the corrected times.\n\n{mirrored}")
     section("Orders of rows (over the floor)", orders_table(run["orders"]))
-    section("SM budgets", sweep_table(run["sweep"]))
+    least = run["sm_ceilings"]
+    section(f"SM budgets{' (over the ceiling)' * bool(least)}", sweep_table(run["sweep"], least))
+    least_table = sm_ceilings_table(least)
+    section("Ceilings of so many SMs", least_table and f"{SM_CEILING_TEXT}.\n\n{least_table}")
     section("SwiGLU and quantise", swiglu_table(run["swiglu"], run.get("compiled", ())))
     section("Notes", "".join(f"- {note}\n" for note in run["notes"]))
     return "\n".join(parts)

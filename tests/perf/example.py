@@ -60,6 +60,7 @@ def example_run() -> dict:
             for order, time in (("expert_major", 30.0), ("rank_major", 20.0))
         ],
         "sweep": [case("dispatch", "bf16", 128, 30.0, [[1, 1]], sms=sms) for sms in (8, 132)],
+        "sm_ceilings": [],
         "swiglu": [one | {"interleaved": kind} for one in (silu, ragged) for kind in (False, True)],
         "peers": [pair | {"tokens": 1, "p50_us": 50.5}, pair | {"tokens": 4096, "p50_us": 1.5}],
         "notes": ["deepep_normal: not present: no module deep_ep"],
