@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from perf.cases import MAIN
-from perf.peers import CHAINED, PEER_SMS
+from perf.peer_list import CHAINED, PEERS
+from perf.peer_tables import fastest_ways, name_of
 from perf.values import by_point, exact_pairs, medians, ratio, swiglu_key
 
 WORST = 1
@@ -31,16 +32,23 @@ class Loss:
 
 
 PARTIAL, EXACT = "partial pair", "exact pair"
+UNQUEUED = "partial pair, no graph, longer of GPU and host time"
 
 
 def lost_to(case: str, rows: Iterable[dict], operation: str, own: Mapping[tuple[int, str], float]) -> Iterator[Loss]:
-    """What is lost of an operation wherever another library's takes less than `own`, by library and format."""
-    found: dict[str, list[tuple[int, float, float]]] = {}
-    for row in rows:
+    """What is lost of an operation: wherever a library's takes less than `own`, to the fastest of its peers, by peer
+    and format."""
+    fastest: dict[tuple, dict] = {}
+    for row in fastest_ways(row for row in rows if row["operation"] == operation):
         ours = own.get((row["tokens"], row["format"]))
-        if row["operation"] == operation and ours is not None and row["p50_us"] < ours:
-            name = f"{row['peer']} {row['format']}".replace("_", " ")
-            found.setdefault(name, []).append((row["tokens"], row["p50_us"], ours))
+        key = PEERS[row["peer"]].library, row["format"], row["tokens"]
+        if ours is not None and row["p50_us"] < ours:
+            fastest[key] = min(row, fastest.get(key, row), key=lambda one: one["p50_us"])
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for row in fastest.values():
+        point = row["tokens"], row["p50_us"], own[row["tokens"], row["format"]]
+        name = f"{name_of(row)} ({row['way']})" if row["way"] else name_of(row)
+        found.setdefault(name, []).append(point)
     yield from (Loss(case, name, tuple(sorted(points))) for name, points in found.items())
 
 
@@ -56,9 +64,9 @@ def losses(run: dict) -> Iterator[Loss]:
     yield from lost_to(PARTIAL, run["peers"], "pair", medians(run, "pair"))
     yield from lost_to(EXACT, run["peers"], "pair", exact_pairs(run))
     own = medians({"cases": queued(run["cases"])}, CHAINED)
-    yield from lost_to("partial pair, no graph, longer of GPU and host time", queued(run["peers"]), CHAINED, own)
-    for name, sms in PEER_SMS.items():
-        theirs = [row for row in run["peers"] if row["peer"] == name]
+    yield from lost_to(UNQUEUED, queued(run["peers"]), CHAINED, own)
+    for sms in sorted({peer.sms for peer in PEERS.values() if peer.sms is not None}):
+        theirs = [row for row in run["peers"] if PEERS[row["peer"]].sms == sms]
         budget = min((case["sms"] for case in run["sweep"] if case["sms"] >= sms), default=sms)
         for operation, ours in (("dispatch", "dispatch"), ("combine", "combine_partial")):
             own = {

@@ -10,27 +10,23 @@ from typing import NamedTuple
 from cute_ep.bench.ceilings import Ceilings
 from perf import node_pages
 from perf.cases import MAIN, QUICK_FORMATS
+from perf.cells import markdown, partial_name, time_cell
 from perf.losses import BYTES_TOKENS, PARTIAL, Loss, farthest_text, losses
 from perf.model import PREDICTED_TOKENS, elsewhere_table, fit_for, summary_text
-from perf.peers import CHAINED, PEERS
+from perf.peer_list import CHAINED, FAMILIES, PEERS
+from perf.peer_tables import fastest, peer_cell, peers_table, peers_text, versions_text
 from perf.runs import kept_beside
 from perf.tables import (
     CONDITIONS,
     FLOOR_TEXT,
-    PEERS_TEXT,
     ceilings_row,
     exact_text,
     machine_text,
-    markdown,
     measured_text,
     orders_table,
-    partial_name,
-    peers_table,
     ranks_text,
     software_text,
     taken_text,
-    time_cell,
-    versions_text,
 )
 from perf.values import exact_pairs, medians
 
@@ -66,12 +62,6 @@ class Places(NamedTuple):
         return cls(results, results / "README.md", root / "README.md", *pages)
 
 
-def fastest(run: dict, family: str, point: tuple[int, str]) -> float | None:
-    """Microseconds of the fastest pair of a family of libraries; None where none was measured."""
-    pairs = [row for row in run["peers"] if row["operation"] == "pair" and row["peer"].startswith(family)]
-    return min((row["p50_us"] for row in pairs if (row["tokens"], row["format"]) == point), default=None)
-
-
 def headline(run: dict) -> str:
     """How much faster than what, in a few sentences; "" without pairs or peers."""
     partial, exact = medians(run, "pair"), exact_pairs(run)
@@ -82,23 +72,23 @@ def headline(run: dict) -> str:
     def times(own: Mapping[tuple[int, str], float]) -> str:
         return " / ".join(f"{own[point]:.{1 if own[point] < 100 else 0}f}" for point in points)
 
-    def faster(own: Mapping[tuple[int, str], float], family: str) -> str:
+    def shares(own: Mapping[tuple[int, str], float], family: str) -> str:
         theirs = ((fastest(run, family, point), own[point]) for point in points)
-        return " / ".join("-" if time is None else f"{time / ours:.1f}" for time, ours in theirs)
+        return " / ".join("-" if row is None else f"{row['p50_us'] / ours:.1f}" for row, ours in theirs)
 
     gpus = list(run["machine"]["gpus"].values())
     sizes = " / ".join(str(tokens) for tokens, _ in points)
     note = "" if medians(run, "pair_exact") else " (sum of a dispatch and a combine timed separately)"
     largest = points[-1]
-    theirs = {name: fastest(run, name.lower(), largest) for name in ("NCCL", "DeepEP")}
-    lost = [name for name, time in theirs.items() if time is not None and time < exact[largest]]
+    theirs = {name: fastest(run, name, largest) for name in FAMILIES}
+    lost = [name for name, row in theirs.items() if row is not None and row["p50_us"] < exact[largest]]
     warning = f", so with {largest[0]} tokens it loses to {' and '.join(lost)}" if lost else ""
     return (
         f"On {len(gpus)} x {gpus[0]} (hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, {sizes} BF16 "
         f"tokens per rank) a dispatch and a combine take {times(partial)} us: "
-        f"{faster(partial, 'nccl')} times as fast as the fastest NCCL collectives in the same run, "
-        f"{faster(partial, 'deepep')} times as fast as DeepEP V1. Mode `exact`{note}, for sums that do not depend on "
-        f"where experts are, takes {times(exact)} us: {faster(exact, 'nccl')} and {faster(exact, 'deepep')} times as "
+        f"{shares(partial, 'NCCL')} times as fast as the fastest NCCL collectives in the same run, "
+        f"{shares(partial, 'DeepEP')} times as fast as DeepEP V1. Mode `exact`{note}, for sums that do not depend on "
+        f"where experts are, takes {times(exact)} us: {shares(exact, 'NCCL')} and {shares(exact, 'DeepEP')} times as "
         f"fast{warning}. [Speed](#speed) has the conditions."
     )
 
@@ -172,10 +162,8 @@ def plots_text(name: str, results: Path, page: Path, shown: Collection[str]) -> 
 
 def times_text(run: dict, more: str) -> str:
     """What the numbers of a table of pairs are."""
-    theirs = (
-        "none leaves rows in expert order without gaps, and none was tuned to these GPUs. Shown are the fastest of "
-        "each library"
-    )
+    tuned = "" if any("how" in row for row in run["peers"]) else ", and none was tuned to these GPUs"
+    theirs = f"none leaves rows in expert order without gaps{tuned}. Shown are the fastest of each library"
     included = f"; theirs [differ]({more}): {theirs}" if run["peers"] else ""
     return (
         f"{TIMES_TEXT}. {exact_text(run)}. Ours include routing, quantisation and expansion to expert-major rows"
@@ -186,17 +174,18 @@ def times_text(run: dict, more: str) -> str:
 def fastest_table(run: dict) -> str:
     """Our pairs beside the fastest ones of each family of libraries, at README_TOKENS."""
     partial, exact = medians(run, "pair"), exact_pairs(run)
-    columns: dict[str, list[float | None]] = {}
+    columns: dict[str, list[str]] = {}
     for fmt in QUICK_FORMATS:
         points = [(tokens, fmt) for tokens in README_TOKENS]
-        columns[partial_name(fmt)] = [partial.get(point) for point in points]
+        columns[partial_name(fmt)] = [time_cell(partial.get(point)) for point in points]
         if fmt == "bf16":
-            columns[f"{fmt} exact"] = [exact.get(point) for point in points]
-    for family in ("NCCL", "DeepEP"):
+            columns[f"{fmt} exact"] = [time_cell(exact.get(point)) for point in points]
+    for family in FAMILIES:
         for fmt in QUICK_FORMATS:
-            columns[f"{family} {fmt}"] = [fastest(run, family.lower(), (tokens, fmt)) for tokens in README_TOKENS]
+            found = (fastest(run, family, (tokens, fmt)) for tokens in README_TOKENS)
+            columns[f"{family} {fmt}"] = [peer_cell(row and {**row, "how": ""}) for row in found]
     shown = {name: own for name, own in columns.items() if any(own)}
-    rows = zip(map(str, README_TOKENS), *(map(time_cell, own) for own in shown.values()), strict=True)
+    rows = zip(map(str, README_TOKENS), *shown.values(), strict=True)
     return markdown(("tokens", *shown), [row for row in rows if any(row[1:])])
 
 
@@ -277,7 +266,7 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
         f"Unless a run says otherwise: {software_text(main)}.",
         f"`python -m perf.tables {file}` prints other sizes, shapes and routings, tails, SM budgets, SwiGLU, and all "
         "libraries.",
-        f"The times of other libraries: {PEERS_TEXT}." if main["peers"] else "",
+        f"The times of other libraries: {peers_text(every)}." if main["peers"] else "",
     ]
     for name in runs:
         parts += run_text(name, runs, places)
