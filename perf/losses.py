@@ -8,12 +8,33 @@ from dataclasses import dataclass
 from perf.cases import MAIN
 from perf.peer_list import CHAINED, PEERS
 from perf.peer_tables import fastest_ways, name_of
-from perf.values import by_point, exact_pairs, medians, ratio, swiglu_key
+from perf.values import by_point, exact_pairs, faster, medians, ratio, swiglu_key
 
 WORST = 1
 """Operations farthest from their floor that the text names."""
 BYTES_TOKENS = 128
 """From this many tokens on a ratio to the floor says something about bytes; below, about latency."""
+CHANGES = {
+    "partial pair, no graph": "less of each call in Python",
+    "partial pair": "own tokens that do not pass the arena",
+    "exact pair": "mode `partial`, for every expert's row crosses the link",
+    "dispatch": "more bytes in flight on each SM",
+    "combine": "more bytes in flight on each SM",
+    "SwiGLU": "unknown",
+}
+"""What would change a loss as far as analysis says, not shown; by how the name of its case begins."""
+LATENCY = "a launch without counts and tables"
+"""What would change pairs of fewer than BYTES_TOKENS tokens."""
+
+
+def change_of(case: str, sizes: Iterable[int]) -> str:
+    """What would make a case faster that is lost at some sizes."""
+    text = next(text for start, text in CHANGES.items() if case.startswith(start))
+    if case != PARTIAL:
+        return text
+    every = list(sizes)
+    few, many = min(every) < BYTES_TOKENS, max(every) >= BYTES_TOKENS
+    return " and ".join([LATENCY] * few + [text] * many)
 
 
 @dataclass(frozen=True)
@@ -42,7 +63,7 @@ def lost_to(case: str, rows: Iterable[dict], operation: str, own: Mapping[tuple[
     for row in fastest_ways(row for row in rows if row["operation"] == operation):
         ours = own.get((row["tokens"], row["format"]))
         key = PEERS[row["peer"]].library, row["format"], row["tokens"]
-        if ours is not None and row["p50_us"] < ours:
+        if ours is not None and faster(row["p50_us"], ours):
             fastest[key] = min(row, fastest.get(key, row), key=lambda one: one["p50_us"])
     found: dict[str, list[tuple[int, float, float]]] = {}
     for row in fastest.values():
@@ -79,7 +100,7 @@ def losses(run: dict) -> Iterator[Loss]:
     taken = " of another run" if {"swiglu", "compiled"} & set(run.get("taken_from", ())) else ""
     for row in run["compiled"]:
         ours = own.get(swiglu_key(row))
-        if ours is not None and row["p50_us"] < ours:
+        if ours is not None and faster(row["p50_us"], ours):
             about = f"SwiGLU, rows of {row['width']}, {'interleaved' if row['interleaved'] else 'plain'}"
             other = f"torch.compile {row['format']}{taken}"
             yield Loss(about, other, ((row["rows"], row["p50_us"], ours),))

@@ -11,7 +11,7 @@ from cute_ep.bench.ceilings import Ceilings
 from perf import node_pages
 from perf.cases import MAIN, QUICK_FORMATS
 from perf.cells import markdown, partial_name, time_cell
-from perf.losses import BYTES_TOKENS, PARTIAL, Loss, farthest_text, losses
+from perf.losses import BYTES_TOKENS, PARTIAL, Loss, change_of, farthest_text, losses
 from perf.model import PREDICTED_TOKENS, elsewhere_table, fit_for, summary_text
 from perf.peer_list import CHAINED, FAMILIES, PEERS
 from perf.peer_tables import fastest, peer_cell, peers_table, peers_text, versions_text
@@ -28,7 +28,7 @@ from perf.tables import (
     software_text,
     taken_text,
 )
-from perf.values import exact_pairs, medians
+from perf.values import TIE, exact_pairs, faster, medians
 
 PLOTS = {
     "peers": "Pairs by tokens, with NCCL and DeepEP",
@@ -39,9 +39,10 @@ of the main one."""
 README_TOKENS = (1, 16, 128, 1024, 4096)
 HEADLINE_TOKENS = (1, 128, 4096)
 TIMES_TEXT = "Dispatch and then combine: p50 in us of CUDA-graph replay with warm caches, slowest GPU, all SMs"
+TIES = f"differences below {TIE:.0%} are ties"
 STANDING_TEXT = (
     "Rounds in a graph follow each other without a gap. Four input sets alternate, and L2 holds small ones. Our output "
-    "buffers have room for exactly the rows that arrive."
+    f"buffers have room for exactly the rows that arrive. {TIES[0].upper()}{TIES[1:]}."
 )
 
 
@@ -81,7 +82,7 @@ def headline(run: dict) -> str:
     note = "" if medians(run, "pair_exact") else " (sum of a dispatch and a combine timed separately)"
     largest = points[-1]
     theirs = {name: fastest(run, name, largest) for name in FAMILIES}
-    lost = [name for name, row in theirs.items() if row is not None and row["p50_us"] < exact[largest]]
+    lost = [name for name, row in theirs.items() if row is not None and faster(row["p50_us"], exact[largest])]
     warning = f", so with {largest[0]} tokens it loses to {' and '.join(lost)}" if lost else ""
     return (
         f"On {len(gpus)} x {gpus[0]} (hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, {sizes} BF16 "
@@ -190,19 +191,27 @@ def fastest_table(run: dict) -> str:
 
 
 def loss_lines(found: Iterable[Loss]) -> list[str]:
-    """A line for each case that is lost, with both times at the largest size."""
+    """A line for each case that is lost, with both times at the largest size, and what would change it."""
     lines: dict[str, list[str]] = {}
+    lost: dict[str, set[int]] = {}
     for loss in found:
         sizes, theirs, ours = zip(*loss.points, strict=True)
         text = f"{loss.other} at {', '.join(map(str, sizes))} ({theirs[-1]:.1f}, ours {ours[-1]:.1f})"
         lines.setdefault(loss.case, []).append(text)
-    return [f"{case}: {'; '.join(texts)}" for case, texts in lines.items()]
+        lost.setdefault(loss.case, set()).update(sizes)
+    return [f"{case}: {'; '.join(texts)}; to change it: {change_of(case, lost[case])}" for case, texts in lines.items()]
 
 
 def losses_text(run: dict) -> str:
     """Where other libraries are faster; "" where none is."""
     lines = [f"- {line}" for line in loss_lines(losses(run))]
     return "\n".join(["Others were faster at these sizes (times at the last):\n", *lines]) if lines else ""
+
+
+def failures_text(run: dict) -> str:
+    """A line for each peer that failed; "" where none did."""
+    lines = [f"- {note}" for note in run["notes"] if any(note.startswith(f"{name}: failed: ") for name in PEERS)]
+    return "\n".join(["Other libraries that could not be measured, or not to the end:\n", *lines]) if lines else ""
 
 
 def section(runs: Mapping[str, dict], places: Places) -> str:
@@ -222,7 +231,7 @@ def section(runs: Mapping[str, dict], places: Places) -> str:
         times_text(run, more),
         fastest_table(run),
         conditions_text(run),
-        f"Another library was faster at these numbers of tokens per rank (times: at the last{left_out}):\n\n{known}"
+        f"Another library was faster at these tokens per rank (times: at the last; {TIES}{left_out}):\n\n{known}"
         if known
         else "",
         f"[{more}]({more}) has the conditions, all libraries, other numbers of GPUs and a model of the times. "
@@ -248,6 +257,7 @@ def run_text(name: str, runs: Mapping[str, dict], places: Places) -> list[str]:
         f"[The README]({link(places.readme, page)}#speed) says where others were faster."
         if name == next(iter(runs))
         else losses_text(run),
+        failures_text(run),
     ]
 
 

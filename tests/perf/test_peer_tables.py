@@ -1,4 +1,4 @@
-"""The fastest of several ways of another library is shown and named."""
+"""The fastest of several ways is shown and named, small differences are ties, what failed is said."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from perf import losses, pages, peer_tables, plots, runs, tables
+from perf import losses, pages, peer_tables, plots, runs, tables, values
 from perf.losses import Loss
 from perf.peer_list import CHAINED, PEERS
 from tests.perf.example import example_run
@@ -74,6 +74,24 @@ def test_texts_say_what_the_peers_of_runs_do_and_no_others() -> None:
     assert text == f"*nccl ag rs*: {PEERS['nccl_ag_rs'].does}; *nccl ag rs windows*: {PEERS['nccl_ag_rs_windows'].does}"
 
 
+@pytest.mark.parametrize(
+    ("theirs", "lost"),
+    [(99.0, True), (99.01, False), (100.0, False), (101.0, False)],
+    ids=["1% less", "almost 1% less", "the same", "more"],
+)
+def test_less_than_a_hundredth_is_a_tie(theirs: float, lost: bool) -> None:
+    """In the lines of other libraries and of torch.compile, and in the headline."""
+    assert values.faster(theirs, 100.0) == lost
+    assert bool(list(losses.lost_to("pair", [row("nccl_ag_rs", 1, theirs)], "pair", {(1, "bf16"): 100.0}))) == lost
+    run = example_run()
+    run["cases"] = [one | {"p50_us": 100.0} for one in run["cases"] if one["operation"] in ("pair", "pair_exact")]
+    run["peers"] = [row("nccl_ag_rs", 4096, theirs)]
+    assert ("it loses to NCCL" in pages.headline(run)) == lost
+    silu = run["swiglu"][0] | {"p50_us": 100.0, "groups": 1}
+    run |= {"swiglu": [silu], "compiled": [silu | {"p50_us": theirs}], "peers": []}
+    assert bool([loss for loss in losses.losses(run) if loss.case.startswith("SwiGLU")]) == lost
+
+
 def test_a_line_names_the_fastest_peer_of_a_library() -> None:
     rows = [
         *WAYS,
@@ -91,6 +109,42 @@ def test_a_line_names_the_fastest_peer_of_a_library() -> None:
         Loss("partial pair", "deepep low latency bf16", ((1, 9.0, 12.0),)),
         Loss("partial pair", "deepep v2 bf16", ((4096, 480.0, 600.0),)),
     ]
+
+
+@pytest.mark.parametrize("case", [losses.PARTIAL, losses.EXACT, losses.UNQUEUED, "dispatch, 24 SMs (ours 24)"])
+def test_what_is_lost_is_listed_with_what_would_change_it(case: str) -> None:
+    (line,) = pages.loss_lines([Loss(case, "nccl ag rs bf16", ((4096, 1.0, 2.0),))])
+    change = next(text for start, text in losses.CHANGES.items() if case.startswith(start))
+    assert line == f"{case}: nccl ag rs bf16 at 4096 (1.0, ours 2.0); to change it: {change}"
+
+
+def test_every_case_that_can_be_lost_has_what_would_change_it() -> None:
+    run = example_run()
+    run["peers"] = [
+        row("deepep_normal", 128, 0.1, operation=operation, host_us=0.1)
+        for operation in ("pair", CHAINED, "dispatch", "combine")
+    ]
+    run["sweep"] = [
+        one | {"operation": operation, "sms": 24}
+        for one in run["cases"]
+        for operation in ("dispatch", "combine_partial")
+    ]
+    run["compiled"] = [run["swiglu"][0] | {"groups": 1, "p50_us": 0.1}]
+    chained = {"operation": CHAINED, "host_us": 5.0}
+    run["cases"] = [*run["cases"], *(one | chained for one in run["cases"] if one["operation"] == "pair")]
+    found = list(losses.losses(run))
+    assert len({loss.case for loss in found}) == 6 and len(pages.loss_lines(found)) == 6
+
+
+def test_what_failed_has_its_message_on_the_page() -> None:
+    run = example_run()
+    assert pages.failures_text(run) == ""
+    run["notes"] += [
+        "nccl_ep_low_latency: failed: no nvcc",
+        "nccl_ag_rs: 1 of 2 results without CUDA graphs",
+        "x: failed: y",
+    ]
+    assert pages.failures_text(run).splitlines()[2:] == ["- nccl_ep_low_latency: failed: no nvcc"]
 
 
 def test_results_with_and_without_tuning_are_kept_together(tmp_path: Path) -> None:
