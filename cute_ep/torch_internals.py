@@ -93,10 +93,15 @@ def activation_memory_budget() -> float:
     return config.activation_memory_budget
 
 
+def backend_of_group(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
+    """A group's backend for a kind of device. NCCL's has `mem_allocator` and `register_mem_pool`."""
+    return group._get_backend(device)
+
+
 def timeout_of_group(group: torch.distributed.ProcessGroup, device: torch.device) -> timedelta | None:
     """How long a group's collectives on a kind of device wait for late ranks; None: torch does not say."""
     try:
-        return group._get_backend(device).options._timeout
+        return backend_of_group(group, device).options._timeout
     except (AttributeError, RuntimeError):
         return None
 

@@ -1,7 +1,7 @@
 """One rank of `perf.adapters`: `python -m perf.adapter_worker`. It times calls of adapters and, right behind each, what
 a communicator does in its place.
 
-Calls that can be captured are timed as `perf.peer_worker` times other libraries, in CUDA graphs. Where the host waits
+Calls that can be captured are timed as `perf.peer_timing` times other libraries, in CUDA graphs. Where the host waits
 for the GPU, and on the CPU, a time is the host's, from before the call to when the device has done its work.
 """
 
@@ -20,7 +20,8 @@ from cute_ep.bench.timing import IN_STEP, LARGE_TOKENS, percentile, rounds_per_g
 from perf import adapter_works, framework_works
 from perf.adapter_problem import Rank, Work
 from perf.adapters import ADAPTERS
-from perf.peer_worker import BURST, Host, Lane, arguments, run, shape_of, told
+from perf.peer_timing import BURST, Host, Lane
+from perf.peer_worker import arguments, run, shape_of, told
 from perf.peers import NOT_PRESENT
 
 Works = Callable[[Rank], Iterator[Work]]

@@ -12,7 +12,7 @@ import torch
 import cute_ep
 import cute_ep.ops
 from perf.adapter_problem import INNER, LOW_LATENCY_TOKENS, Native, Rank, Work, swiglu_experts
-from perf.peers import PEER_SMS
+from perf.peer_list import NORMAL_SMS
 
 
 def normal_dispatch(
@@ -38,7 +38,7 @@ def deepep_normal(me: Rank) -> Iterator[Work]:
     """With the host's wait for the number of rows, and without it."""
     from cute_ep.integrations.deep_ep import Buffer
 
-    Buffer.set_num_sms(PEER_SMS["deepep_normal"])
+    Buffer.set_num_sms(NORMAL_SMS)
     buffer = Buffer(me.group)
     for tokens in me.tokens:
         given = me.inputs(tokens)

@@ -27,8 +27,10 @@ from pathlib import Path
 
 from perf import peers
 from perf.cases import MAIN, Shape
+from perf.cells import markdown
+from perf.peer_list import LIBRARIES, PEERS
 from perf.runs import kept_beside, reproduce, rounded
-from perf.tables import machine_text, markdown
+from perf.tables import machine_text
 
 ADAPTERS = {
     "deepep_normal": "DeepEP V1, normal",
@@ -134,7 +136,7 @@ def run_deepep(
         sizes `tokens`: each has "peer" and, as an adapter's, "format", "tokens", "rows", "operation", "how" (waited),
         "p50_us" and "host_us".
     """
-    found = peers.run_peers(gpus, shape, quick, say, [name for name in names if name in peers.PEERS], logs=logs)
+    found = peers.run_peers(gpus, shape, quick, say, [name for name in names if name in PEERS], logs=logs)
     if WAITING in names:
         rows, notes = run_deepep_waiting(gpus, shape, tokens, None if logs is None else logs / "waiting")
         found["rows"] += rows
@@ -147,7 +149,7 @@ def run_deepep_waiting(
     gpus: int, shape: Shape, tokens: Sequence[int], logs: Path | None = None
 ) -> tuple[list[dict], list[str]]:
     """Rows of `run_deepep` of dispatches that the host waits for, and notes; none with one GPU or without DeepEP."""
-    if gpus < 2 or importlib.util.find_spec(peers.MODULES[WAITING]) is None:
+    if gpus < 2 or importlib.util.find_spec(str(LIBRARIES[PEERS[WAITING].library].module)) is None:
         return [], []
     command = partial(peers.worker_command, module="perf.deepep_worker", budgets=BUDGETS_S)
     rows, notes, _ = peers.run_workers([WAITING], gpus, shape, tokens, logs, command=command, budgets=BUDGETS_S)

@@ -1,6 +1,6 @@
 """One rank of DeepEP itself where its host waits: `python -m perf.deepep_worker`, started by `perf.adapters`.
 
-`perf.peer_worker` times what graphs can replay. The host's times here are taken as `perf.adapter_worker` takes those of
+`perf.peer_timing` times what graphs can replay. The host's times here are taken as `perf.adapter_worker` takes those of
 our adapter, in processes of their own: DeepEP needs its libraries in a process before torch.
 """
 
@@ -23,7 +23,7 @@ def deepep_normal(me: Rank) -> Iterator[Work]:
 
     from perf.adapter_problem import Work
     from perf.adapter_works import normal_dispatch
-    from perf.peer_libraries import normal_buffer, to_fp8
+    from perf.deepep_works import normal_buffer, to_fp8
 
     buffer = normal_buffer()
     for tokens in me.tokens:

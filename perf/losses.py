@@ -6,13 +6,35 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from perf.cases import MAIN
-from perf.peers import CHAINED, PEER_SMS
-from perf.values import by_point, exact_pairs, medians, ratio, swiglu_key
+from perf.peer_list import CHAINED, PEERS
+from perf.peer_tables import fastest_ways, name_of
+from perf.values import by_point, exact_pairs, faster, medians, ratio, swiglu_key
 
 WORST = 1
 """Operations farthest from their floor that the text names."""
 BYTES_TOKENS = 128
 """From this many tokens on a ratio to the floor says something about bytes; below, about latency."""
+CHANGES = {
+    "partial pair, no graph": "less of each call in Python",
+    "partial pair": "own tokens that do not pass the arena",
+    "exact pair": "mode `partial`, for every expert's row crosses the link",
+    "dispatch": "more bytes in flight on each SM",
+    "combine": "more bytes in flight on each SM",
+    "SwiGLU": "unknown",
+}
+"""What would change a loss as far as analysis says, not shown; by how the name of its case begins."""
+LATENCY = "a launch without counts and tables"
+"""What would change pairs of fewer than BYTES_TOKENS tokens."""
+
+
+def change_of(case: str, sizes: Iterable[int]) -> str:
+    """What would make a case faster that is lost at some sizes."""
+    text = next(text for start, text in CHANGES.items() if case.startswith(start))
+    if case != PARTIAL:
+        return text
+    every = list(sizes)
+    few, many = min(every) < BYTES_TOKENS, max(every) >= BYTES_TOKENS
+    return " and ".join([LATENCY] * few + [text] * many)
 
 
 @dataclass(frozen=True)
@@ -31,16 +53,23 @@ class Loss:
 
 
 PARTIAL, EXACT = "partial pair", "exact pair"
+UNQUEUED = "partial pair, no graph, longer of GPU and host time"
 
 
 def lost_to(case: str, rows: Iterable[dict], operation: str, own: Mapping[tuple[int, str], float]) -> Iterator[Loss]:
-    """What is lost of an operation wherever another library's takes less than `own`, by library and format."""
-    found: dict[str, list[tuple[int, float, float]]] = {}
-    for row in rows:
+    """What is lost of an operation: wherever a library's takes less than `own`, to the fastest of its peers, by peer
+    and format."""
+    fastest: dict[tuple, dict] = {}
+    for row in fastest_ways(row for row in rows if row["operation"] == operation):
         ours = own.get((row["tokens"], row["format"]))
-        if row["operation"] == operation and ours is not None and row["p50_us"] < ours:
-            name = f"{row['peer']} {row['format']}".replace("_", " ")
-            found.setdefault(name, []).append((row["tokens"], row["p50_us"], ours))
+        key = PEERS[row["peer"]].library, row["format"], row["tokens"]
+        if ours is not None and faster(row["p50_us"], ours):
+            fastest[key] = min(row, fastest.get(key, row), key=lambda one: one["p50_us"])
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for row in fastest.values():
+        point = row["tokens"], row["p50_us"], own[row["tokens"], row["format"]]
+        name = f"{name_of(row)} ({row['way']})" if row["way"] else name_of(row)
+        found.setdefault(name, []).append(point)
     yield from (Loss(case, name, tuple(sorted(points))) for name, points in found.items())
 
 
@@ -56,9 +85,9 @@ def losses(run: dict) -> Iterator[Loss]:
     yield from lost_to(PARTIAL, run["peers"], "pair", medians(run, "pair"))
     yield from lost_to(EXACT, run["peers"], "pair", exact_pairs(run))
     own = medians({"cases": queued(run["cases"])}, CHAINED)
-    yield from lost_to("partial pair, no graph, longer of GPU and host time", queued(run["peers"]), CHAINED, own)
-    for name, sms in PEER_SMS.items():
-        theirs = [row for row in run["peers"] if row["peer"] == name]
+    yield from lost_to(UNQUEUED, queued(run["peers"]), CHAINED, own)
+    for sms in sorted({peer.sms for peer in PEERS.values() if peer.sms is not None}):
+        theirs = [row for row in run["peers"] if PEERS[row["peer"]].sms == sms]
         budget = min((case["sms"] for case in run["sweep"] if case["sms"] >= sms), default=sms)
         for operation, ours in (("dispatch", "dispatch"), ("combine", "combine_partial")):
             own = {
@@ -71,7 +100,7 @@ def losses(run: dict) -> Iterator[Loss]:
     taken = " of another run" if {"swiglu", "compiled"} & set(run.get("taken_from", ())) else ""
     for row in run["compiled"]:
         ours = own.get(swiglu_key(row))
-        if ours is not None and row["p50_us"] < ours:
+        if ours is not None and faster(row["p50_us"], ours):
             about = f"SwiGLU, rows of {row['width']}, {'interleaved' if row['interleaved'] else 'plain'}"
             other = f"torch.compile {row['format']}{taken}"
             yield Loss(about, other, ((row["rows"], row["p50_us"], ours),))

@@ -28,8 +28,8 @@ from cute_ep.bench.measure import CHAINED, CONDITIONS, PARTS
 from cute_ep.bench.traffic import LAUNCHES, count_routing, traffic
 from cute_ep.testing.workloads import ROUTINGS
 from perf.cases import MAIN
+from perf.cells import markdown
 from perf.runs import RUN_HELP, commit_of, read_kept, read_run, shares_gpus
-from perf.tables import markdown
 
 GOOD = 0.15
 """An error up to which a case counts as explained."""

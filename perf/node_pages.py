@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from perf.tables import markdown
+from perf.cells import markdown
 
 OWN_GOALS = (2.5, 2.5, 2.5, 1.6)
 """Of 1, 16, 128, 4096 tokens: the pair over nodes less its exchanges, over the pair of one node, at most."""

@@ -30,10 +30,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from perf.cells import markdown
 from perf.model import Fit, fit_constants
 from perf.node_model import OPERATIONS, Network, Problem, one_call_us, transfer_us
 from perf.node_routes import Choice
-from perf.tables import markdown
 
 LIMIT = 0.25
 """An error up to which a row counts as explained."""

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from cute_ep.api.errors import EPInputError
 from perf.cases import MAIN
+from perf.cells import markdown
 from perf.node_model import OPERATIONS, Network, Problem, experts_over, predict_times
 from perf.node_published import NOMINAL, failures, fit_network, published_table
 from perf.node_routes import ROUTES, Choice, counted_rows, draw_experts, expected_rows, require, require_integer
 from perf.plots import have_matplotlib, panels, pyplot_for_svg, write_svg
-from perf.tables import markdown
 
 MOST_NODES = 64
 LOSES = 1.05

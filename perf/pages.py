@@ -10,29 +10,25 @@ from typing import NamedTuple
 from cute_ep.bench.ceilings import Ceilings
 from perf import node_pages
 from perf.cases import MAIN, QUICK_FORMATS
-from perf.losses import BYTES_TOKENS, PARTIAL, Loss, farthest_text, losses
+from perf.cells import markdown, partial_name, time_cell
+from perf.losses import BYTES_TOKENS, PARTIAL, Loss, change_of, farthest_text, losses
 from perf.model import PREDICTED_TOKENS, elsewhere_table, fit_for, summary_text
-from perf.peers import CHAINED, PEERS
+from perf.peer_list import CHAINED, FAMILIES, PEERS
+from perf.peer_tables import fastest, peer_cell, peers_table, peers_text, versions_text
 from perf.runs import kept_beside
 from perf.tables import (
     CONDITIONS,
     FLOOR_TEXT,
-    PEERS_TEXT,
     ceilings_row,
     exact_text,
     machine_text,
-    markdown,
     measured_text,
     orders_table,
-    partial_name,
-    peers_table,
     ranks_text,
     software_text,
     taken_text,
-    time_cell,
-    versions_text,
 )
-from perf.values import exact_pairs, medians
+from perf.values import TIE, exact_pairs, faster, medians
 
 PLOTS = {
     "peers": "Pairs by tokens, with NCCL and DeepEP",
@@ -43,9 +39,10 @@ of the main one."""
 README_TOKENS = (1, 16, 128, 1024, 4096)
 HEADLINE_TOKENS = (1, 128, 4096)
 TIMES_TEXT = "Dispatch and then combine: p50 in us of CUDA-graph replay with warm caches, slowest GPU, all SMs"
+TIES = f"differences below {TIE:.0%} are ties"
 STANDING_TEXT = (
     "Rounds in a graph follow each other without a gap. Four input sets alternate, and L2 holds small ones. Our output "
-    "buffers have room for exactly the rows that arrive."
+    f"buffers have room for exactly the rows that arrive. {TIES[0].upper()}{TIES[1:]}."
 )
 
 
@@ -66,12 +63,6 @@ class Places(NamedTuple):
         return cls(results, results / "README.md", root / "README.md", *pages)
 
 
-def fastest(run: dict, family: str, point: tuple[int, str]) -> float | None:
-    """Microseconds of the fastest pair of a family of libraries; None where none was measured."""
-    pairs = [row for row in run["peers"] if row["operation"] == "pair" and row["peer"].startswith(family)]
-    return min((row["p50_us"] for row in pairs if (row["tokens"], row["format"]) == point), default=None)
-
-
 def headline(run: dict) -> str:
     """How much faster than what, in a few sentences; "" without pairs or peers."""
     partial, exact = medians(run, "pair"), exact_pairs(run)
@@ -82,23 +73,23 @@ def headline(run: dict) -> str:
     def times(own: Mapping[tuple[int, str], float]) -> str:
         return " / ".join(f"{own[point]:.{1 if own[point] < 100 else 0}f}" for point in points)
 
-    def faster(own: Mapping[tuple[int, str], float], family: str) -> str:
+    def shares(own: Mapping[tuple[int, str], float], family: str) -> str:
         theirs = ((fastest(run, family, point), own[point]) for point in points)
-        return " / ".join("-" if time is None else f"{time / ours:.1f}" for time, ours in theirs)
+        return " / ".join("-" if row is None else f"{row['p50_us'] / ours:.1f}" for row, ours in theirs)
 
     gpus = list(run["machine"]["gpus"].values())
     sizes = " / ".join(str(tokens) for tokens, _ in points)
     note = "" if medians(run, "pair_exact") else " (sum of a dispatch and a combine timed separately)"
     largest = points[-1]
-    theirs = {name: fastest(run, name.lower(), largest) for name in ("NCCL", "DeepEP")}
-    lost = [name for name, time in theirs.items() if time is not None and time < exact[largest]]
+    theirs = {name: fastest(run, name, largest) for name in FAMILIES}
+    lost = [name for name, row in theirs.items() if row is not None and faster(row["p50_us"], exact[largest])]
     warning = f", so with {largest[0]} tokens it loses to {' and '.join(lost)}" if lost else ""
     return (
         f"On {len(gpus)} x {gpus[0]} (hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, {sizes} BF16 "
         f"tokens per rank) a dispatch and a combine take {times(partial)} us: "
-        f"{faster(partial, 'nccl')} times as fast as the fastest NCCL collectives in the same run, "
-        f"{faster(partial, 'deepep')} times as fast as DeepEP V1. Mode `exact`{note}, for sums that do not depend on "
-        f"where experts are, takes {times(exact)} us: {faster(exact, 'nccl')} and {faster(exact, 'deepep')} times as "
+        f"{shares(partial, 'NCCL')} times as fast as the fastest NCCL collectives in the same run, "
+        f"{shares(partial, 'DeepEP')} times as fast as DeepEP V1. Mode `exact`{note}, for sums that do not depend on "
+        f"where experts are, takes {times(exact)} us: {shares(exact, 'NCCL')} and {shares(exact, 'DeepEP')} times as "
         f"fast{warning}. [Speed](#speed) has the conditions."
     )
 
@@ -172,10 +163,8 @@ def plots_text(name: str, results: Path, page: Path, shown: Collection[str]) -> 
 
 def times_text(run: dict, more: str) -> str:
     """What the numbers of a table of pairs are."""
-    theirs = (
-        "none leaves rows in expert order without gaps, and none was tuned to these GPUs. Shown are the fastest of "
-        "each library"
-    )
+    tuned = "" if any("how" in row for row in run["peers"]) else ", and none was tuned to these GPUs"
+    theirs = f"none leaves rows in expert order without gaps{tuned}. Shown are the fastest of each library"
     included = f"; theirs [differ]({more}): {theirs}" if run["peers"] else ""
     return (
         f"{TIMES_TEXT}. {exact_text(run)}. Ours include routing, quantisation and expansion to expert-major rows"
@@ -186,34 +175,43 @@ def times_text(run: dict, more: str) -> str:
 def fastest_table(run: dict) -> str:
     """Our pairs beside the fastest ones of each family of libraries, at README_TOKENS."""
     partial, exact = medians(run, "pair"), exact_pairs(run)
-    columns: dict[str, list[float | None]] = {}
+    columns: dict[str, list[str]] = {}
     for fmt in QUICK_FORMATS:
         points = [(tokens, fmt) for tokens in README_TOKENS]
-        columns[partial_name(fmt)] = [partial.get(point) for point in points]
+        columns[partial_name(fmt)] = [time_cell(partial.get(point)) for point in points]
         if fmt == "bf16":
-            columns[f"{fmt} exact"] = [exact.get(point) for point in points]
-    for family in ("NCCL", "DeepEP"):
+            columns[f"{fmt} exact"] = [time_cell(exact.get(point)) for point in points]
+    for family in FAMILIES:
         for fmt in QUICK_FORMATS:
-            columns[f"{family} {fmt}"] = [fastest(run, family.lower(), (tokens, fmt)) for tokens in README_TOKENS]
+            found = (fastest(run, family, (tokens, fmt)) for tokens in README_TOKENS)
+            columns[f"{family} {fmt}"] = [peer_cell(row and {**row, "how": ""}) for row in found]
     shown = {name: own for name, own in columns.items() if any(own)}
-    rows = zip(map(str, README_TOKENS), *(map(time_cell, own) for own in shown.values()), strict=True)
+    rows = zip(map(str, README_TOKENS), *shown.values(), strict=True)
     return markdown(("tokens", *shown), [row for row in rows if any(row[1:])])
 
 
 def loss_lines(found: Iterable[Loss]) -> list[str]:
-    """A line for each case that is lost, with both times at the largest size."""
+    """A line for each case that is lost, with both times at the largest size, and what would change it."""
     lines: dict[str, list[str]] = {}
+    lost: dict[str, set[int]] = {}
     for loss in found:
         sizes, theirs, ours = zip(*loss.points, strict=True)
         text = f"{loss.other} at {', '.join(map(str, sizes))} ({theirs[-1]:.1f}, ours {ours[-1]:.1f})"
         lines.setdefault(loss.case, []).append(text)
-    return [f"{case}: {'; '.join(texts)}" for case, texts in lines.items()]
+        lost.setdefault(loss.case, set()).update(sizes)
+    return [f"{case}: {'; '.join(texts)}; to change it: {change_of(case, lost[case])}" for case, texts in lines.items()]
 
 
 def losses_text(run: dict) -> str:
     """Where other libraries are faster; "" where none is."""
     lines = [f"- {line}" for line in loss_lines(losses(run))]
     return "\n".join(["Others were faster at these sizes (times at the last):\n", *lines]) if lines else ""
+
+
+def failures_text(run: dict) -> str:
+    """A line for each peer that failed; "" where none did."""
+    lines = [f"- {note}" for note in run["notes"] if any(note.startswith(f"{name}: failed: ") for name in PEERS)]
+    return "\n".join(["Other libraries that could not be measured, or not to the end:\n", *lines]) if lines else ""
 
 
 def section(runs: Mapping[str, dict], places: Places) -> str:
@@ -233,7 +231,7 @@ def section(runs: Mapping[str, dict], places: Places) -> str:
         times_text(run, more),
         fastest_table(run),
         conditions_text(run),
-        f"Another library was faster at these numbers of tokens per rank (times: at the last{left_out}):\n\n{known}"
+        f"Another library was faster at these tokens per rank (times: at the last; {TIES}{left_out}):\n\n{known}"
         if known
         else "",
         f"[{more}]({more}) has the conditions, all libraries, other numbers of GPUs and a model of the times. "
@@ -259,6 +257,7 @@ def run_text(name: str, runs: Mapping[str, dict], places: Places) -> list[str]:
         f"[The README]({link(places.readme, page)}#speed) says where others were faster."
         if name == next(iter(runs))
         else losses_text(run),
+        failures_text(run),
     ]
 
 
@@ -277,7 +276,7 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
         f"Unless a run says otherwise: {software_text(main)}.",
         f"`python -m perf.tables {file}` prints other sizes, shapes and routings, tails, SM budgets, SwiGLU, and all "
         "libraries.",
-        f"The times of other libraries: {PEERS_TEXT}." if main["peers"] else "",
+        f"The times of other libraries: {peers_text(every)}." if main["peers"] else "",
     ]
     for name in runs:
         parts += run_text(name, runs, places)

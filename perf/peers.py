@@ -2,18 +2,19 @@
 
 python -m perf.peers --out peers.json
 
-Peers of one library share their processes. A library that is not installed is a note. A peer that fails or exceeds its
-budget is stopped, is a note beside what it measured before, and costs no other peer its turn. Nothing here imports
-torch: DeepEP needs its libraries in a process before torch.
+Peers of one library share their processes. A peer that is not installed, fails or exceeds its budget is a note beside
+what it measured before, "failed: message", and costs no other peer its turn. Nothing here imports torch: DeepEP needs
+its libraries in a process before torch.
+
+Libraries that exclude each other, or bring an NCCL of their own, are in folders of `--packages DIR`. `--wheels` prints
+how to make them.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -23,49 +24,26 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from perf.cases import MAIN, QUICK_TOKENS, Shape
+from perf.peer_list import CHAINED, ENVIRONMENT, PEERS
+from perf.peer_packages import environment_of, wheel_commands
+from perf.peer_processes import Worker, places, wait_for_all
 
-PEER_SMS = {"deepep_normal": 24}
-"""SMs of those that take a number of them."""
-PEERS = {
-    "nccl_ag_rs": "NCCL all-gather of all tokens, reduce-scatter of BF16 rows; no multicast, symmetric memory or "
-    "(unlike NCCL's default) registration of buffers in graphs; no expert order, no weighted sum on a rank",
-    "nccl_all_to_all": "NCCL all_to_all of a BF16 row per (token, expert), known splits; with gather and weighted "
-    "sum as unfused torch operations",
-    "deepep_low_latency": "DeepEP V1, low-latency kernels; quantises FP8; rows end as [local expert, slots, hidden]",
-    "deepep_normal": f"DeepEP V1, normal kernels, {PEER_SMS['deepep_normal']} SMs, default chunk sizes, worst-case row "
-    "count (no host synchronisation); the caller quantises FP8, untimed; rows end in source order; no weighted sum on "
-    "a rank",
-}
-"""What each peer does, for whoever reads its times."""
-MODULES = {"deepep_low_latency": "deep_ep", "deepep_normal": "deep_ep"}
-CHAINED = "pair_chained"
-"""`cute_ep.bench.measure.CHAINED`, without torch."""
 PEER_TOKENS = (1, 16, 128, 512, 1024, 4096, 8192)
 START_S = 45.0
 """Budget from a process's start to its first peer: imports and NCCL, about 10 s where the files are cached."""
-BUDGETS_S = {"nccl_ag_rs": 25.0, "nccl_all_to_all": 45.0, "deepep_low_latency": 30.0, "deepep_normal": 40.0}
-"""A peer's time, which ends it. All of them and two starts stay within 160 s."""
+BUDGETS_S = {name: peer.budget_s for name, peer in PEERS.items()}
 DUMP_S, END_S = 1.0, 10.0
 """Time to write stacks into the logs before the processes of an overdue peer are killed, and for the driver to let go
 of one that was."""
 NOT_PRESENT = 3
 """Exit code of a worker whose library is missing."""
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-PLAIN_GRAPHS = {"NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_GRAPH_REGISTER": "0"}
-"""Captured NCCL operations are kernel nodes only. By default each adds an external event node, with which
-cudaGraphLaunch may block, and the capture asks the other ranks about the buffers. Not allowed with it: an operation
-outside a graph while a graph's launch is outstanding."""
-ENVIRONMENT = NO_MULTICAST | PLAIN_GRAPHS
-ENVIRONMENT |= {"NVSHMEM_REMOTE_TRANSPORT": "none", "OMP_NUM_THREADS": "4", "NCCL_DEBUG": "WARN"}
 MAX_ERROR = {"bf16": 0.03, "fp8": 0.1}
 """Of a round by format: a few roundings, of which e4m3's is up to 2^-4 of a value."""
 ROWS = "rows.jsonl"
 VERSIONS = "versions.json"
-FRAME = re.compile(r'^  File "(.*)", line (\d+) in (\S+)', re.MULTILINE)
 
 
 def place_file(folder: Path, rank: int) -> Path:
@@ -100,34 +78,6 @@ def worker_command(
     return [*words, "--shape", shape.text, "--tokens", ",".join(map(str, tokens))]
 
 
-@dataclass
-class Worker:
-    """The process of one rank."""
-
-    process: subprocess.Popen
-    log: Path
-    place: Path
-
-    def at(self) -> tuple[str | None, str]:
-        """The peer that it measures (None: it starts) and what it is doing."""
-        peer, _, what = self.place.read_text().partition(": ") if self.place.exists() else ("", "", "")
-        return peer or None, what
-
-    def messages(self) -> tuple[list[str], list[str]]:
-        """Lines of its log that name an error, and all lines; without stacks."""
-        text = re.split(r"^.*\(most recent call first\):$", self.log.read_text(errors="replace"), flags=re.M)[0]
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return [line for line in lines if "Error" in line or " WARN " in line], lines
-
-    def frames(self) -> list[str]:
-        """Where the main thread of a process is that was told to write its stacks: the innermost frame and this
-        project's two innermost."""
-        stacks = self.log.read_text(errors="replace").split("(most recent call first):\n")[1:]
-        found = FRAME.findall(stacks[-1]) if stacks else []
-        ours = [frame for frame in found[1:] if Path(frame[0]).parent == Path(__file__).parent]
-        return [f"{name} ({Path(file).name}:{line})" for file, line, name in found[:1] + ours[:2]]
-
-
 def run_workers(
     names: Sequence[str],
     world: int,
@@ -139,6 +89,7 @@ def run_workers(
     command: Callable[..., list[str]] | None = None,
     budgets: Mapping[str, float] | None = None,
     checkout: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[list[dict], list[str], Sequence[str]]:
     """Let one process per GPU measure peers of the same library in turn.
 
@@ -147,11 +98,13 @@ def run_workers(
         command: makes the words of a process, with the arguments of `worker_command`, which is the default.
         budgets: as BUDGETS_S, which is the default.
         checkout: whose sources are measured, and measure; None: those in the working directory.
+        environment: variables of the processes, in place of those that they inherit.
 
     Returns:
         The rows measured, notes on what did not end well, and the peers whose turn had not come then.
     """
     command, budgets = command or worker_command, BUDGETS_S if budgets is None else budgets
+    variables = ENVIRONMENT | os.environ | dict(environment or {})
     with tempfile.TemporaryDirectory() as temporary:
         folder, port = Path(temporary), free_port()
         workers: list[Worker] = []
@@ -160,11 +113,9 @@ def run_workers(
                 words = command(names, rank, world, port, shape, tokens, folder)
                 log = folder / f"rank{rank}.log"
                 with log.open("w") as file:
-                    process = subprocess.Popen(
-                        words, stdout=file, stderr=file, cwd=checkout, env=ENVIRONMENT | os.environ
-                    )
+                    process = subprocess.Popen(words, stdout=file, stderr=file, cwd=checkout, env=variables)
                 workers.append(Worker(process, log, place_file(folder, rank)))
-            codes = wait_for_all(workers, budgets)
+            codes = wait_for_all(workers, budgets, START_S)
             if None in codes and not any(codes):
                 for worker in workers:
                     worker.process.send_signal(signal.SIGUSR1)
@@ -189,7 +140,7 @@ def run_workers(
             errors, lines = workers[failed].messages()
             message = (errors or lines or ["no message"])[-1][:300]
             if codes[failed] == NOT_PRESENT:
-                why = f"not present: {message}"
+                why = message
             else:
                 why = f"rank {failed} ended with {codes[failed]}{f' at {what}' if what else ''}: {message}"
         elif None in codes:
@@ -199,33 +150,13 @@ def run_workers(
         else:
             return rows, [], ()
         if peer is None:
-            return rows, [f"{name}: {why}" for name in names], ()
-        return rows, [f"{peer}: {why}"], names[list(names).index(peer) + 1 :]
+            return rows, [failure(name, why) for name in names], ()
+        return rows, [failure(peer, why)], names[list(names).index(peer) + 1 :]
 
 
-def wait_for_all(workers: Sequence[Worker], budgets: Mapping[str, float]) -> list[int | None]:
-    """Exit codes once all have ended, one has failed, or a budget is spent; None for those that still run."""
-    peer, end = None, time.monotonic() + START_S
-    while True:
-        codes = [worker.process.poll() for worker in workers]
-        now = workers[0].at()[0]
-        if now is not None and now != peer:
-            peer, end = now, time.monotonic() + budgets[now]
-        if None not in codes or any(codes) or time.monotonic() >= end:
-            return codes
-        time.sleep(0.1)
-
-
-def places(workers: Sequence[Worker]) -> str:
-    """What ranks were doing, those that did the same together, and an error that one has named."""
-    ranks: dict[str, list[str]] = {}
-    for rank, worker in enumerate(workers):
-        inside = " < ".join(worker.frames())
-        text = f"{worker.at()[1] or 'starting'}{f', in {inside}' if inside else ''}"
-        ranks.setdefault(text, []).append(str(rank))
-    parts = [f"rank {', '.join(same)}: {text}" for text, same in ranks.items()]
-    errors = [error for worker in workers for error in worker.messages()[0]]
-    return "; ".join(parts + [error[:200] for error in errors[-1:]])
+def failure(peer: str, why: str) -> str:
+    """The note on a peer that did not end well, in one line."""
+    return f"{peer}: failed: {' '.join(why.split())}"
 
 
 def caveats(rows: Sequence[dict]) -> list[str]:
@@ -237,7 +168,7 @@ def caveats(rows: Sequence[dict]) -> list[str]:
         late = sum(not row["ahead"] for row in own)
         found += [f"{peer}: {eager} of {len(own)} results without CUDA graphs, for it cannot be captured"] * (eager > 0)
         found += [f"{peer}: {late} of {len(own)} results with launches that came late"] * (late > 0)
-        wrong = sum((row["error"] or 0) > MAX_ERROR[row["format"]] for row in own)
+        wrong = sum(not (row["error"] or 0) <= MAX_ERROR[row["format"]] for row in own)  # NaN is wrong, too
         limits = " or ".join(f"{limit} ({fmt})" for fmt, limit in MAX_ERROR.items())
         found += [f"{peer}: {wrong} of {len(own)} results with a relative error above {limits}"] * (wrong > 0)
     return found
@@ -252,6 +183,7 @@ def run_peers(
     *,
     save: Callable[[dict], None] = lambda found: None,
     logs: Path | None = None,
+    packages: Path | None = None,
 ) -> dict:
     """Run the named peers one after the other on the first `gpus` GPUs.
 
@@ -260,26 +192,28 @@ def run_peers(
         say: is told what has been measured.
         save: gets what is returned, also each time that processes have ended.
         logs: folder for the logs of all processes.
+        packages: folder with a folder of packages for each library, as `perf.peer_packages` describes it.
 
     Returns:
         "rows", each with "peer", "format", "tokens", "operation" (dispatch, combine, pair, pair_chained), "graph"
         (whether it was replayed in CUDA graphs), "ahead" (whether all launches were queued before the first sample
-        began), "error" (largest relative error of a round with experts that change nothing, or None) and what
-        `cute_ep.bench.timing.summary` says, of CHAINED also "host_us", what a thread takes to queue a round; "notes";
-        "does", what each peer's times include; and "versions" of the libraries.
+        began), "error" (largest relative error of a round with experts that change nothing, or None), where it has
+        been chosen "how" it was called and on how many "sms", and what `cute_ep.bench.timing.summary` says, of CHAINED
+        also "host_us", what a thread takes to queue a round; "notes"; "does", what each peer's times include; and
+        "versions" of the libraries, with the library's name in brackets where one has another than those before.
     """
-    found: dict = {"rows": [], "notes": [], "does": PEERS, "versions": {}}
-    libraries: dict[str | None, list[str]] = {}
+    found: dict = {"rows": [], "notes": [], "versions": {}}
+    found["does"] = {name: peer.does for name, peer in PEERS.items()}
+    libraries: dict[str, list[str]] = {}
     for name in names:
-        libraries.setdefault(MODULES.get(name), []).append(name)
-    for module, left in libraries.items():
-        why = None
-        if gpus < 2:
-            why = f"needs at least 2 GPUs, here are {gpus}"
-        elif module is not None and importlib.util.find_spec(module) is None:
-            why = f"no module {module}"
-        if why is not None:
-            notes = [f"{name}: not present: {why}" for name in left]
+        libraries.setdefault(PEERS[name].library, []).append(name)
+    for library, left in libraries.items():
+        try:
+            if gpus < 2:
+                raise FileNotFoundError(f"needs at least 2 GPUs, here are {gpus}")
+            environment = environment_of(library, packages)
+        except (FileNotFoundError, ModuleNotFoundError) as error:
+            notes = [failure(name, str(error)) for name in left]
             found["notes"] += notes
             say("\n".join(notes))
             continue
@@ -287,10 +221,14 @@ def run_peers(
         sizes = QUICK_TOKENS if quick else PEER_TOKENS
         while turn:
             start = time.perf_counter()
-            rows, notes, rest = run_workers(turn, gpus, shape, sizes, logs, found["versions"])
+            versions: dict[str, str] = {}
+            rows, notes, rest = run_workers(turn, gpus, shape, sizes, logs, versions, environment=environment)
             notes += caveats(rows)
             found["rows"] += rows
             found["notes"] += notes
+            for package, version in versions.items():
+                if found["versions"].setdefault(package, version) != version:
+                    found["versions"][f"{package} ({library})"] = version
             began = ", ".join(turn[: len(turn) - len(rest)])
             seconds = time.perf_counter() - start
             say("\n".join([f"{began}: {len(rows)} results in {seconds:.1f} s", *notes]))
@@ -317,7 +255,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer batch sizes")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results (default: standard output)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of the processes")
+    parser.add_argument("--packages", type=Path, metavar="DIR", help="folders of packages, one for each library")
+    parser.add_argument("--wheels", action="store_true", help="only print the commands that make --packages")
     args = parser.parse_args()
+    if args.wheels:
+        sys.stdout.write("\n".join(wheel_commands()) + "\n")
+        return
     names = args.peers.split(",")
     if unknown := set(names) - set(PEERS):
         parser.error(f"peers = {', '.join(sorted(unknown))}: must be out of {', '.join(PEERS)}")
@@ -332,7 +275,7 @@ def main() -> None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(found, indent=1) + "\n")
 
-    found = run_peers(args.gpus, MAIN, args.quick, say, names, save=save, logs=args.logs)
+    found = run_peers(args.gpus, MAIN, args.quick, say, names, save=save, logs=args.logs, packages=args.packages)
     if not args.out:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
 

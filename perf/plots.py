@@ -12,9 +12,10 @@ from pathlib import Path
 
 from cute_ep.bench.ceilings import Ceilings
 from perf.cases import MAIN, MEASURED_FORMATS
+from perf.cells import partial_name
 from perf.model import fit_for, predict
+from perf.peer_tables import fastest_ways, peer_columns
 from perf.runs import ARTEFACTS, RUN_HELP, read_run
-from perf.tables import partial_name, peer_columns
 from perf.values import exact_pairs, ratio, swiglu_key
 
 COLORS = dict(zip(MEASURED_FORMATS, ("#1f4e79", "#2e8b57", "#c0792a", "#8e44ad", "#c0392b"), strict=True))
@@ -26,7 +27,15 @@ PEER_STYLES = {
     "nccl_all_to_all": ("#aaaaaa", "D"),
     "deepep_low_latency": ("#e0a100", "^"),
     "deepep_normal": ("#00a0a0", "v"),
+    "deepep_normal_tuned": ("#006d6d", "v"),
+    "deepep_normal_any_sms": ("#003c3c", "v"),
+    "deepep_v2": ("#7d3c98", "<"),
+    "deepep_v2_expanded": ("#b084cc", ">"),
+    "nccl_ep_low_latency": ("#2e8b57", "P"),
+    "nccl_ep_high_throughput": ("#145a32", "X"),
+    "flashinfer_one_sided": ("#d35400", "*"),
 }
+"""Of the columns of peer tables."""
 LINES = {"bf16": "-", "fp8": "--", "nvfp4": ":"}
 SHOWN = ("dispatch", "combine_partial", "pair")
 
@@ -127,8 +136,9 @@ def draw_peers(plt, run: dict):
     exact = sorted((tokens, time) for (tokens, fmt), time in exact_pairs(run).items() if fmt == "bf16")
     if exact:
         axis.plot(*zip(*exact, strict=True), "x-", color="#c0392b", markersize=5, label="cute_ep bf16 exact")
+    best = fastest_ways(rows)
     for peer, fmt in peer_columns(rows):
-        own = sorted((row["tokens"], row["p50_us"]) for row in rows if (row["peer"], row["format"]) == (peer, fmt))
+        own = sorted((row["tokens"], row["p50_us"]) for row in best if (row["peer"], row["format"]) == (peer, fmt))
         color, marker = PEER_STYLES[peer]
         ticks |= {tokens for tokens, _ in own}
         name = f"{peer} {fmt}".replace("_", " ")

@@ -63,9 +63,10 @@ class Suite:
         quick: bool,
         console: Console,
         commit: str | None = None,
+        packages: Path | None = None,
     ) -> None:
         self.devices, self.folder, self.library, self.quick = list(devices), folder, library, quick
-        self.console = console
+        self.console, self.packages = console, packages
         self.failed = False
         machine = environment(devices, reproduce("perf.suite", sys.argv[1:]))
         machine |= {"links": link_matrix(), "commit": commit or machine["commit"], "library": library_facts(library)}
@@ -185,7 +186,8 @@ def run_suite(suite: Suite, sections: Sequence[str]) -> None:
     work("compiled", lambda: suite.measure_compiled(memory))
 
     def others() -> None:
-        found = peers.run_peers(len(dict.fromkeys(suite.devices)), MAIN, suite.quick, suite.say)
+        count = len(dict.fromkeys(suite.devices))
+        found = peers.run_peers(count, MAIN, suite.quick, suite.say, packages=suite.packages)
         suite.run |= {"peers": found["rows"], "peer_versions": found["versions"]}
         for text in found["notes"]:
             suite.note(text, failure=False)
@@ -200,6 +202,7 @@ def main() -> int:
     parser.add_argument("--sections", metavar="S[,S]", help=f"out of {', '.join(SECTIONS)} (default all)")
     parser.add_argument("--devices", default="auto", metavar="LIST", help="as for cute-ep bench")
     parser.add_argument("--library", metavar="DIR", help="folder of compiled kernels to look in first")
+    parser.add_argument("--packages", type=Path, metavar="DIR", help="other libraries, as for python -m perf.peers")
     parser.add_argument("--commit", metavar="HASH", help="of these sources, where there is no checkout to ask")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for the results (default build/perf/<date>-<machine>)"
@@ -217,7 +220,7 @@ def main() -> int:
         parser.error(str(error))
     today = datetime.date.today().isoformat()
     folder = args.out or ARTEFACTS / f"{today}-{machine_name(devices)}"
-    suite = Suite(devices, folder, args.library, args.quick, console, args.commit)
+    suite = Suite(devices, folder, args.library, args.quick, console, args.commit, args.packages)
     suite.say(describe_devices(devices))
     start = time.perf_counter()
     run_suite(suite, chosen)

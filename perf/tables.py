@@ -4,13 +4,15 @@ GPU."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from perf.cases import MAIN, OTHERS, QUICK_FORMATS
-from perf.peers import CHAINED, PEERS
+from perf.cells import markdown, time_cell
+from perf.peer_list import CHAINED
+from perf.peer_tables import peers_table, peers_text, versions_text
 from perf.runs import RUN_HELP, read_kept, read_run
-from perf.values import by_point, exact_pairs, medians, mirror_bias, ratio, swiglu_key
+from perf.values import by_point, medians, mirror_bias, ratio, swiglu_key
 
 COLUMNS = {
     "dispatch": "dispatch",
@@ -44,22 +46,7 @@ SM_CEILING_TEXT = (
 )
 TAKEN = {"swiglu": "SwiGLU", "compiled": "SwiGLU through torch.compile"}
 """Sections that may be of another run (`perf.runs.CARRIED`), as the text calls them."""
-PEERS_TEXT = "; ".join(f"*{name.replace('_', ' ')}*: {text}" for name, text in PEERS.items())
-"""What each peer's times include."""
 FLOORS = ("dispatch", "combine_exact", "combine_partial", "pair")
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; "" without rows."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    if not lines:
-        return ""
-    return "\n".join([f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *lines]) + "\n"
-
-
-def time_cell(time: float | None) -> str:
-    """Microseconds in a cell, which is empty where nothing was measured."""
-    return "" if time is None else f"{time:.1f}"
 
 
 def ceilings_row(ceilings: dict) -> dict[str, str]:
@@ -221,17 +208,6 @@ def swiglu_table(results: Sequence[dict], compiled: Sequence[dict] = ()) -> str:
     return markdown(("rows", "D", "format", *names, "torch.compile"), rows)
 
 
-def peer_columns(rows: Iterable[dict]) -> list[tuple[str, str]]:
-    """(peer, format) of every column of a peer table, in the order of PEERS."""
-    order = list(PEERS)
-    return sorted({(row["peer"], row["format"]) for row in rows}, key=lambda pair: (order.index(pair[0]), pair[1]))
-
-
-def partial_name(fmt: str) -> str:
-    """Pairs with partial combine as tables and plots name them; the first format says that it is the default mode."""
-    return f"{fmt} partial (default)" if fmt == QUICK_FORMATS[0] else f"{fmt} partial"
-
-
 def exact_text(run: dict) -> str:
     """How `exact_pairs` of a run came about."""
     if medians(run, "pair_exact"):
@@ -240,39 +216,6 @@ def exact_text(run: dict) -> str:
     off = [time / (dispatch[key] + combine[key]) - 1 for key, time in pairs.items() if key in combine]
     known = f"; partial pairs differ from such sums by {min(off):+.0%} to {max(off):+.0%}" if off else ""
     return f"*exact*: **summed from dispatch and combine, not measured as a pair**{known}"
-
-
-def peers_table(run: dict, operation: str, of: str = "p50_us", sizes: Collection[int] | None = None) -> str:
-    """Medians of one operation (dispatch, combine, pair, pair_chained), or what else there is `of` it, beside those of
-    the other libraries, at `sizes` (None: all); "" where there is nothing."""
-    own = medians(run, "combine_partial" if operation == "combine" else operation, of)
-    exact = exact_pairs(run) if operation == "pair" else {}
-    theirs = {
-        (row["tokens"], row["peer"], row["format"]): row[of]
-        for row in run["peers"]
-        if row["operation"] == operation and of in row
-    }
-    here = [(fmt, own) for fmt in QUICK_FORMATS if any(key[1] == fmt for key in own)]
-    names = [f"cute_ep {partial_name(fmt) if exact else fmt}" for fmt, _ in here]
-    if exact:
-        here.insert(1, ("bf16", exact))
-        names.insert(1, "cute_ep bf16 exact")
-    columns = peer_columns(row for row in run["peers"] if row["operation"] == operation and of in row)
-    rows = []
-    for tokens in sorted({key[0] for key in own} | {key[0] for key in theirs}):
-        if sizes is not None and tokens not in sizes:
-            continue
-        every = [times.get((tokens, fmt)) for fmt, times in here]
-        every += [theirs.get((tokens, *column)) for column in columns]
-        rows.append((str(tokens), *map(time_cell, every)))
-    names += [f"{peer} {fmt}".replace("_", " ") for peer, fmt in columns]
-    return markdown(("tokens per rank", *names), rows)
-
-
-def versions_text(run: dict) -> str:
-    """Which versions the peers are of; "" without peers."""
-    versions = ", ".join(f"{name} {version}" for name, version in run.get("peer_versions", {}).items())
-    return f"Other libraries: {versions or 'versions not recorded'}." if run["peers"] else ""
 
 
 def clocks_text(run: dict) -> str:
@@ -389,7 +332,7 @@ def page(run: dict) -> str:
         host = peers_table(run, CHAINED, "host_us")
         about = "What a thread takes to queue a pair without a graph, at best, on the rank where it takes longest.\n\n"
         section("Beside other libraries: host time", host and about + host)
-        parts.append(f"{exact_text(run)}. {PEERS_TEXT}. {versions_text(run)}\n")
+        parts.append(f"{exact_text(run)}. {peers_text([run])}. {versions_text(run)}\n")
     conditions = conditions_table(run)
     section("Pairs under other conditions", conditions and f"{CONDITIONS_TEXT}\n\n{conditions}")
     mirrored = mirror_table(run)

@@ -21,7 +21,7 @@ from statistics import median
 from perf import adapters, peers
 from perf.adapter_worker import WAITED
 from perf.cases import MAIN
-from perf.tables import markdown
+from perf.cells import markdown
 
 NAMES = "deepep_normal", "deepep_elastic", "sglang", "megatron", "torchtitan", "transformers", "vllm"
 """Adapters that have calls for which the host waits."""

@@ -7,6 +7,14 @@ from collections.abc import Iterable
 from perf.cases import MAIN
 from perf.runs import commit_of, shares_gpus
 
+TIE = 0.01
+"""A smaller share is no difference."""
+
+
+def faster(theirs: float, ours: float) -> bool:
+    """Whether another library's time is less by TIE or more."""
+    return theirs <= (1 - TIE) * ours
+
 
 def by_point(cases: Iterable[dict]) -> dict[tuple[str, str, int, str], dict[str, dict]]:
     """(shape, routing, tokens, format) -> operation -> case, in the order of first appearance."""

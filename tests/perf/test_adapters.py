@@ -21,7 +21,8 @@ from perf import adapter_worker, adapters, deepep_worker, peers
 from perf.adapter_problem import Rank, Work
 from perf.adapter_worker import WORKS, Clock, measure, time_work
 from perf.adapters import ADAPTERS, MODULES, TINY, TINY_TOKENS
-from perf.peer_libraries import NORMAL_BYTES, normal_buffer
+from perf.deepep_works import NORMAL_BYTES, normal_buffer
+from perf.peer_list import NORMAL_SMS
 from tests.perf.test_peers import WORKER
 
 HERE = {"deepep_normal": 4, "deepep_low_latency": 2, "deepep_elastic": 3, "ops": 2, "layer": 1}
@@ -91,7 +92,7 @@ def test_deepep_itself_is_timed_where_its_host_waits(monkeypatch: pytest.MonkeyP
     normal_buffer.cache_clear()
     me.close()
     assert (buffer.num_nvl_bytes, buffer.explicitly_destroy) == (NORMAL_BYTES, True)
-    assert Buffer.num_sms == peers.PEER_SMS["deepep_normal"]
+    assert Buffer.num_sms == NORMAL_SMS
     assert {options["num_worst_tokens"] for options in given} == {0}
     about = {"tokens": TINY_TOKENS[0], "rows": TINY_TOKENS[0] * TINY.top_k, "operation": "dispatch", "how": "waited"}
     for row, fmt in zip(rows, ("bf16", "fp8"), strict=True):
@@ -150,7 +151,10 @@ def test_deepep_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda module: True)
     found = adapters.run_deepep(2, TINY, TINY_TOKENS)
     why = "rank 1 ended with 1 at running: RuntimeError: DeepEP error: CPU recv timeout"
-    assert found == {"rows": [before], "notes": ["a note", f"DeepEP where its host waits: deepep_normal: {why}"]}
+    assert found == {
+        "rows": [before],
+        "notes": ["a note", f"DeepEP where its host waits: deepep_normal: failed: {why}"],
+    }
 
 
 @pytest.mark.slow
@@ -222,7 +226,7 @@ def test_an_adapter_that_ends_badly_costs_no_other_its_turn(monkeypatch: pytest.
     found = adapters.run_adapters(1, TINY, TINY_TOKENS, ("flashinfer", "layer", "ops"))
     assert found["notes"] == [
         "flashinfer: not present: no module no_such_module",
-        "layer: rank 0 ended with 1 at pair, timing: ValueError: bad",
+        "layer: failed: rank 0 ended with 1 at pair, timing: ValueError: bad",
     ]
     assert [row["adapter"] for row in found["rows"]] == ["ops"]
 

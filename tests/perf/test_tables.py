@@ -44,9 +44,11 @@ def test_the_report_says_where_peers_are_faster() -> None:
     ours = values.medians(run, "pair")[4096, "bf16"]
     assert loss == losses.Loss("partial pair", "nccl ag rs bf16", ((4096, 1.5, ours),))
     other = losses.Loss("partial pair", "deepep bf16", ((1, 2.0, 3.0), (16, 4.0, 5.0)))
-    text = f"partial pair: nccl ag rs bf16 at 4096 (1.5, ours {ours:.1f}); deepep bf16 at 1, 16 (4.0, ours 5.0)"
-    assert pages.loss_lines([loss, other]) == [text]
-    assert f"- partial pair: nccl ag rs bf16 at 4096 (1.5, ours {ours:.1f})" in pages.losses_text(run).splitlines()
+    text = f"partial pair: nccl ag rs bf16 at 4096 (1.5, ours {ours:.1f})"
+    change = losses.CHANGES["partial pair"]
+    both = f"{text}; deepep bf16 at 1, 16 (4.0, ours 5.0); to change it: {losses.LATENCY} and {change}"
+    assert pages.loss_lines([loss, other]) == [both]
+    assert f"- {text}; to change it: {change}" in pages.losses_text(run).splitlines()
     run["peers"] = run["peers"][:1]
     assert list(losses.losses(run)) == [] and pages.losses_text(run) == ""
 
@@ -78,8 +80,11 @@ def test_the_report_says_where_exact_combine_and_few_sms_lose() -> None:
     run["cases"], run["peers"] = run["cases"] + more, [*run["peers"], row("nccl_ag_rs", "pair", 10.0, 1)]
     (loss, _) = losses.losses(run)
     assert loss.points == ((1, 10.0, 11.0), (9, 12.0, 12.5))
-    assert pages.loss_lines([loss]) == ["exact pair: nccl ag rs bf16 at 1, 9 (12.0, ours 12.5)"]
-    assert "- exact pair: nccl ag rs bf16 at 1, 9 (12.0, ours 12.5)" in pages.losses_text(run).splitlines()
+    change = losses.CHANGES["exact pair"]
+    assert pages.loss_lines([loss]) == [
+        f"exact pair: nccl ag rs bf16 at 1, 9 (12.0, ours 12.5); to change it: {change}"
+    ]
+    assert f"- {pages.loss_lines([loss])[0]}" in pages.losses_text(run).splitlines()
     run["cases"].append(case("pair_exact", 11.0))  # measured as a pair it wins
     assert next(losses.losses(run)).points == ((1, 10.0, 11.0),)
 

@@ -17,8 +17,11 @@ OTHERS = {
     "cute_ep/integrations/transformers/attachment.py": {"one"},
     "perf/adapter_works.py": {"buffer"},
     "perf/framework_works.py": {"comm", "manager", "dispatcher"},
-    "perf/peer_libraries.py": {"buffer"},
-    "perf/peer_worker.py": {"work"},
+    "perf/deepep_works.py": {"buffer"},
+    "perf/elastic_works.py": {"buffer"},
+    "perf/flashinfer_works.py": {"one_sided"},
+    "perf/nccl_ep_works.py": {"own.handle"},
+    "perf/peer_timing.py": {"work"},
 }
 """By file: whose `combine` takes no mode, those of adapters' and other libraries' interfaces."""
 

@@ -1,16 +1,16 @@
-"""How each other library does a round. A function of each name in `perf.peers.PEERS` yields what is to be timed; it
-is called twice, and what it allocates for a batch size is freed when the next one is asked for."""
+"""How DeepEP V1 does a round. Functions and memory are as in `perf.nccl_works`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 
-from perf.peer_worker import SETS, Rank, Work, relative_error
-from perf.peers import PEER_SMS
+from perf import deepep_tuning
+from perf.peer_list import NORMAL_SMS
+from perf.peer_timing import SETS, Rank, Work, relative_error
 
 LOW_LATENCY_TOKENS = 128
 """Most tokens per rank of the low-latency kernels, whose buffer grows with them."""
@@ -22,63 +22,6 @@ BLOCK = 128
 def from_fp8(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """BF16 rows [..., hidden] of FP8 ones and their float32 scales [..., hidden / BLOCK]."""
     return (rows.float().unflatten(-1, (-1, BLOCK)) * scales.float().unsqueeze(-1)).flatten(-2).bfloat16()
-
-
-def nccl_ag_rs(me: Rank) -> Iterator[Work]:
-    """All tokens to all ranks, and a sum over the ranks home."""
-    for tokens in me.tokens:
-        inputs = me.inputs(tokens)
-        gathered = [
-            torch.empty(me.world * tokens, me.shape.hidden, dtype=torch.bfloat16, device="cuda") for _ in inputs
-        ]
-        sums = [torch.empty_like(one.x) for one in inputs]
-
-        def dispatch(index: int, inputs=inputs, gathered=gathered) -> None:
-            dist.all_gather_into_tensor(gathered[index], inputs[index].x)
-
-        def combine(index: int, sums=sums, gathered=gathered) -> None:
-            dist.reduce_scatter_tensor(sums[index], gathered[index])
-
-        dispatch(0)
-        combine(0)
-        yield Work("bf16", tokens, dispatch, combine, relative_error(sums[0], inputs[0].x.float() * me.world))
-
-
-def nccl_all_to_all(me: Rank) -> Iterator[Work]:
-    """A row for each (token, expert) there and back, gathered before and summed with the weights after."""
-    for tokens in me.tokens:
-        inputs = me.inputs(tokens)
-        orders, sent, received, arrived, returned, weights = [], [], [], [], [], []
-        for one in inputs:
-            order = one.ids.flatten().argsort(stable=True)
-            owners = one.all_ids // me.local_experts
-            orders.append(order // me.shape.top_k)
-            weights.append(one.weights.flatten()[order, None])
-            sent.append(torch.bincount(owners[me.rank].flatten(), minlength=me.world).tolist())
-            received.append((owners == me.rank).sum(dim=(1, 2)).tolist())
-            arrived.append(torch.empty(sum(received[-1]), me.shape.hidden, dtype=torch.bfloat16, device="cuda"))
-            returned.append(torch.empty(order.shape[0], me.shape.hidden, dtype=torch.bfloat16, device="cuda"))
-        sums = torch.empty(tokens, me.shape.hidden, device="cuda")
-
-        def dispatch(index: int, inputs=inputs, orders=orders, arrived=arrived, sent=sent, received=received) -> None:
-            dist.all_to_all_single(arrived[index], inputs[index].x[orders[index]], received[index], sent[index])
-
-        def combine(
-            index: int,
-            orders=orders,
-            arrived=arrived,
-            sent=sent,
-            received=received,
-            returned=returned,
-            weights=weights,
-            sums=sums,
-        ) -> None:
-            dist.all_to_all_single(returned[index], arrived[index], sent[index], received[index])
-            sums.zero_().index_add_(0, orders[index], returned[index].float() * weights[index])
-
-        dispatch(0)
-        combine(0)
-        yield Work("bf16", tokens, dispatch, combine, relative_error(sums, inputs[0].x))
 
 
 @cache
@@ -149,7 +92,7 @@ def normal_buffer():
     """DeepEP's buffer for the normal kernels over NVLink."""
     import deep_ep
 
-    deep_ep.Buffer.set_num_sms(PEER_SMS["deepep_normal"])
+    deep_ep.Buffer.set_num_sms(NORMAL_SMS)
     return deep_ep.Buffer(dist.group.WORLD, NORMAL_BYTES, 0, explicitly_destroy=True)
 
 
@@ -161,8 +104,14 @@ def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, scales.T.contiguous().T
 
 
-def deepep_normal(me: Rank) -> Iterator[Work]:
-    """Layout and dispatch with a worst-case number of rows, and the sum over ranks."""
+def normal_works(me: Rank, budgets: Sequence[int] | None = None) -> Iterator[Work]:
+    """Layout and dispatch with a worst-case number of rows, and the sum over ranks.
+
+    Args:
+        me: the rank.
+        budgets: numbers of SMs out of which the fastest is taken, with the fastest chunk sizes; None: DeepEP's default
+            chunk sizes.
+    """
     import deep_ep
 
     buffer = normal_buffer()
@@ -175,9 +124,17 @@ def deepep_normal(me: Rank) -> Iterator[Work]:
             payloads = [to_fp8(one.x) if fmt == "fp8" else one.x for one in inputs]
             handles: list = [None] * SETS
             arrived: list = [None] * SETS
+            sums: list = [None] * SETS
 
             def dispatch(
-                index: int, inputs=inputs, ids=ids, payloads=payloads, handles=handles, arrived=arrived, most=most
+                index: int,
+                config=None,
+                inputs=inputs,
+                ids=ids,
+                payloads=payloads,
+                handles=handles,
+                arrived=arrived,
+                most=most,
             ) -> None:
                 layout = buffer.get_dispatch_layout(ids[index], me.shape.num_experts)
                 found = buffer.dispatch(
@@ -188,20 +145,41 @@ def deepep_normal(me: Rank) -> Iterator[Work]:
                     topk_idx=ids[index],
                     topk_weights=inputs[index].weights,
                     num_worst_tokens=most,
+                    config=config,
                 )
                 arrived[index], handles[index] = found[0], found[4]
 
-            sums: list = [None] * SETS
+            def combine(
+                index: int, config=None, fmt=fmt, handles=handles, arrived=arrived, rows=rows, sums=sums
+            ) -> None:
+                made = rows if fmt == "fp8" else arrived[index]
+                sums[index] = buffer.combine(made, handles[index], config=config)[0]
 
-            def combine(index: int, fmt=fmt, handles=handles, arrived=arrived, rows=rows, sums=sums) -> None:
-                sums[index] = buffer.combine(rows if fmt == "fp8" else arrived[index], handles[index])[0]
-
-            dispatch(0)
+            configs, about = (None, None), {}
+            if budgets is not None:
+                choice = deepep_tuning.fastest(me, (tokens, fmt, tuple(budgets)), dispatch, combine, NORMAL_BYTES)
+                configs, about = deepep_tuning.configs(choice), choice.about
+            there, back = partial(dispatch, config=configs[0]), partial(combine, config=configs[1])
+            there(0)
             if fmt == "fp8":  # as above
-                sums[0] = buffer.combine(from_fp8(*arrived[0]), handles[0])[0]
+                sums[0] = buffer.combine(from_fp8(*arrived[0]), handles[0], config=configs[1])[0]
             else:
-                combine(0)
+                back(0)
             hit = torch.zeros(tokens, me.world, device="cuda").scatter_(1, inputs[0].ids // me.local_experts, 1.0)
             wanted = inputs[0].x.float() * hit.sum(dim=1, keepdim=True)
-            error = relative_error(sums[0], wanted)
-            yield Work(fmt, tokens, dispatch, combine, error)
+            yield Work(fmt, tokens, there, back, relative_error(sums[0], wanted), about=about)
+
+
+def deepep_normal(me: Rank) -> Iterator[Work]:
+    """With DeepEP's default chunk sizes."""
+    return normal_works(me)
+
+
+def deepep_normal_tuned(me: Rank) -> Iterator[Work]:
+    """With the fastest chunk sizes."""
+    return normal_works(me, (NORMAL_SMS,))
+
+
+def deepep_normal_any_sms(me: Rank) -> Iterator[Work]:
+    """With the fastest number of SMs and chunk sizes."""
+    return normal_works(me, deepep_tuning.SMS)
