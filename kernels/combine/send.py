@@ -16,12 +16,12 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.combine.schedule import CombineSchedule, row_vectors
 from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, opaque, round_vector
-from cute_ep.kernels.device.atoms import load_row, send
+from cute_ep.kernels.device.atoms import has_sentinel, move, send, streamed
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.device.context import CombineContext
 from cute_ep.kernels.device.divide import quotient, remainder
-from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport
-from cute_ep.kernels.device.memory import array, lane_tile, row_address, vector
+from cute_ep.kernels.device.lamport import home_of, is_lamport
+from cute_ep.kernels.device.memory import WORDS, array, row_address, row_at, share
 from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, without_lowest
 from cute_ep.kernels.device.sync import signal
 from cute_ep.layouts.maps.arena import CHUNK, COMBINE_ITEMSIZE, chunk_of
@@ -195,7 +195,7 @@ class CombineSend:
         columns = row_vectors(ctx)
         column = segment * SEGMENT + opaque(ctx.lane)
         rows = LOADS_IN_FLIGHT // self.segments
-        rX = cute.make_rmem_tensor((4, segments, rows), Uint32)
+        rX = cute.make_rmem_tensor((WORDS, segments, rows), Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, segments), Float32)
         rSum.fill(0.0)
         collided = Boolean(False)
@@ -206,36 +206,34 @@ class CombineSend:
                 if left != Uint32(0):
                     found = from_lane(entries.row, lowest(left))
                     left = without_lowest(left)
-                    row_at = row_address(ctx.rows.data, found, Int32(ctx.group.hidden * COMBINE_ITEMSIZE))
-                    tRow = lane_tile(row_at, column, segments)
-                    for part in cutlass.range_constexpr(segments):
-                        if cutlass.const_expr(not self.partial):
-                            rX[None, part, turn].fill(LOST)
-                        if (column + part * SEGMENT < columns) & (self.partial | (found < ctx.rows.capacity)):
-                            load_row(tRow[None, part], rX[None, part, turn], entries.once)
+                    address = row_address(ctx.rows.data, found, Int32(ctx.group.hidden * COMBINE_ITEMSIZE))
+                    there, lost = opaque(columns), None  # `opaque`: or what is left is kept in a register, and spilled
+                    if cutlass.const_expr(not self.partial):
+                        there, lost = cutlass.select_(found < ctx.rows.capacity, columns, Int32(0)), LOST
+                    tRow = share(row_at(address, there), column, segments)
+                    move(streamed(entries.once), tRow, rX[None, None, turn], outside=lost)
             for turn in cutlass.range_constexpr(rows):
                 if again != Uint32(0):
                     k = lowest(again)
                     again = without_lowest(again)
-                    for part in cutlass.range_constexpr(segments):
-                        if cutlass.const_expr(self.partial):
+                    if cutlass.const_expr(self.partial):
+                        for part in cutlass.range_constexpr(segments):
                             accumulate(rSum[None, part], rX[None, part, turn], from_lane(entries.weight, k))
-                        else:
-                            collided = collided | self._store(
-                                ctx, home, k, column + part * SEGMENT, rX[None, part, turn]
-                            )
+                    else:
+                        collided = collided | self._store(ctx, home, k, column, rX[None, None, turn])
         if cutlass.const_expr(self.partial):
             for part in cutlass.range_constexpr(segments):
                 round_vector(rSum[None, part], rX[None, part, 0], BFloat16)
-                self._store(ctx, home, ctx.rank, column + part * SEGMENT, rX[None, part, 0])
+            self._store(ctx, home, ctx.rank, column, rX[None, None, 0])
         return collided
 
     @cute.jit
     def _store(self, ctx: CombineContext, home: Int64, slot: Int32, column: Int32, rX: cute.Tensor) -> Boolean:
-        """One vector of a row to a slot; returns whether it has a SENTINEL word."""
+        """What the lane has of a row, from a column on, to a slot; returns whether a word is SENTINEL."""
+        slot_at = row_address(home, slot, ctx.arena.returns.stride[2])
+        move(send, rX, share(row_at(slot_at, row_vectors(ctx)), column, cute.size(rX, mode=[1])))
         collided = Boolean(False)
-        if column < row_vectors(ctx):
-            send(rX, vector(home + slot * ctx.arena.returns.stride[2], column))
-            if cutlass.const_expr(not self.partial):
-                collided = has_sentinel(rX)
+        if cutlass.const_expr(not self.partial):
+            for part in cutlass.range_constexpr(cute.size(rX, mode=[1])):
+                collided = collided | has_sentinel(rX[None, part])
         return collided

@@ -135,24 +135,13 @@ MUTANTS = {
     # readers leave lamport words as they are: rows of round n-2 are taken
     "NO_CLEAR": Mutant(
         "turns",
-        (
-            Edit(
-                "kernels/device/atoms.py",
-                "    rWord.fill(SENTINEL)\n    cute.copy(weak(), rWord, gWord)\n",
-                "    rWord.fill(SENTINEL)\n",
-            ),
-            Edit(
-                "kernels/device/atoms.py",
-                '    """Store SENTINEL at a pointer."""\n    cute.arch.store(place, Uint32(SENTINEL))\n',
-                '    """Store SENTINEL at a pointer."""\n',
-            ),
-        ),
+        (Edit("kernels/device/atoms.py", "    fill(SENTINEL, target)\n", ""),),
     ),
     # dispatch rounds that ranks tell each other have one word: the next round's comes before the reader has looked
     "ONE_PAIR": Mutant(
         "combines",
         (
-            Edit("kernels/combine/pairs.py", "return_rounds.at(sEpoch[0] & 1, ", "return_rounds.at(0, "),
+            Edit("kernels/combine/pairs.py", "return_rounds, sEpoch[0] & 1, ", "return_rounds, 0, "),
             Edit("kernels/combine/pairs.py", "return_rounds, ctx.epoch & 1, ", "return_rounds, 0, "),
         ),
     ),
@@ -200,8 +189,8 @@ MUTANTS = {
         (
             Edit(
                 "kernels/device/context.py",
-                "signal(self.peer_base + consumed.at(self.rank), received)",
-                "word = pointer(self.peer_base + consumed.at(self.rank), Int64)\n"
+                "signal(consumed.address(self.peer_base, self.rank), received)",
+                "word = pointer(consumed.address(self.peer_base, self.rank), Int64)\n"
                 '            cute.arch.store(word, received, sem="relaxed", scope="sys")',
             ),
         ),
