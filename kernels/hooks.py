@@ -23,10 +23,10 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS
-from cute_ep.kernels.device.atoms import weak
+from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.context import Context
 from cute_ep.kernels.device.divide import quotient
-from cute_ep.kernels.device.memory import array, pointer, rows
+from cute_ep.kernels.device.memory import WORDS, array, pointer, row_address, row_at, share
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 
 MINUS_ZEROS = 0x80008000
@@ -61,12 +61,11 @@ def residual_add(coords: tuple[Int32, Int32], value: cute.TensorSSA, context: Ep
     """Add a residual; context.data: [tokens, hidden] bfloat16, or 0: nothing is added."""
     token, column = coords
     vectors = quotient(context.hidden, VECTOR_ELEMENTS)
-    gResidual = rows(context.data, vectors, context.tokens, Int64(vectors) * VECTOR_BYTES)
-    rResidual = cute.make_rmem_tensor(VECTOR_BYTES // 4, Uint32)
-    rResidual.fill(MINUS_ZEROS)
-    if context.data != Int64(0):
-        cute.copy(weak(), gResidual[None, quotient(column, VECTOR_ELEMENTS), token], rResidual)
-    return value + cute.recast_tensor(rResidual, BFloat16).load().to(Float32)
+    there = cutlass.select_(context.data != Int64(0), vectors, Int32(0))
+    gResidual = row_at(row_address(context.data, token, vectors * VECTOR_BYTES), there)
+    rResidual = cute.make_rmem_tensor((WORDS, 1), Uint32)
+    move(plain, share(gResidual, quotient(column, VECTOR_ELEMENTS), 1), rResidual, outside=MINUS_ZEROS)
+    return value + cute.recast_tensor(rResidual[None, 0], BFloat16).load().to(Float32)
 
 
 @cute.jit

@@ -9,18 +9,17 @@ lanes exchange words through shared memory:
 
 from __future__ import annotations
 
-import cutlass
+from math import gcd
+
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from cute_ep.kernels.device.atoms import WORDS, weak
+from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.block import shared_array
-from cute_ep.kernels.device.divide import quotient
+from cute_ep.kernels.device.memory import LANES, WORDS, Share
 from cute_ep.layouts.maps.formats import Format
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import RegionMap
-
-LANES = 32
 
 
 class Payload:
@@ -40,19 +39,16 @@ class Payload:
         if not self.whole:
             self.tile = shared.add("payload", 4, WARPS, LANES * self.words)
 
-    def own_vectors(self, lane: Int32, left: Int32) -> Int32:
-        """Vectors that a lane stores of 32 units, behind whose first vector the row has `left` vectors."""
-        return quotient(cutlass.min(left, self.vectors) - lane + (LANES - 1), LANES)
-
     @cute.jit
     def exchange(self, warp: Int32, lane: Int32, rUnit: cute.Tensor, rQ: cute.Tensor) -> None:
         """By all 32 lanes, unless units are `whole`: rUnit (words) is the lane's unit, rQ (4, turns) becomes vectors
         lane, 32 + lane, ... of the 32 units, zeros behind the last one."""
         sWords = shared_array(self.tile, Uint32)[warp, None]
         cute.arch.sync_warp()  # all have read what they exchanged before
-        cute.autovec_copy(rUnit, cute.local_tile(sWords, (self.words,), (lane,)))
+        part = gcd(self.words, WORDS)
+        sUnit = cute.logical_divide(cute.local_tile(sWords, (self.words,), (lane,)), part)
+        move(plain, cute.logical_divide(rUnit, part), sUnit)
         cute.arch.sync_warp()
-        rQ.fill(0)
-        for turn in cutlass.range_constexpr(self.turns):
-            if turn * LANES + lane < self.vectors:
-                cute.copy(weak(), cute.local_tile(sWords, (WORDS,), (turn * LANES + lane,)), rQ[None, turn])
+        corner = cute.local_tile(sWords, (WORDS,), (lane,)).iterator
+        sVectors = cute.make_tensor(corner, cute.make_layout((WORDS, self.turns), stride=(1, WORDS * LANES)))
+        move(plain, Share(sVectors, self.vectors - lane, LANES), rQ, outside=0)

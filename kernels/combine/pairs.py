@@ -39,7 +39,7 @@ class CombinePairs:
         `combine_consumed`."""
         sEpoch = shared_array(self.epoch, Int64)
         if ctx.tid < ctx.ranks:
-            word = ctx.sPeers[ctx.tid] + ctx.arena.return_rounds.at(sEpoch[0] & 1, ctx.rank, 0)
+            word = ctx.there(ctx.tid, ctx.arena.return_rounds, sEpoch[0] & 1, ctx.rank, 0)
             store_ll(word, dispatch_round, sEpoch[0])
 
     @cute.jit

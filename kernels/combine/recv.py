@@ -18,11 +18,11 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.combine.schedule import row_vectors
 from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, halves, opaque
-from cute_ep.kernels.device.atoms import clear, poll, weak
+from cute_ep.kernels.device.atoms import clear, move, plain, poll
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT
 from cute_ep.kernels.device.context import CombineContext, given_id, owns_shared
-from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, wait_lamport
-from cute_ep.kernels.device.memory import lane_tile, rows, vector
+from cute_ep.kernels.device.lamport import is_lamport, region_of, wait_lamport
+from cute_ep.kernels.device.memory import WORDS, Share, row_address, row_at, share, vectors_at
 from cute_ep.kernels.device.output_type import store_sum
 from cute_ep.kernels.device.slices import (
     SEGMENT,
@@ -153,7 +153,7 @@ class CombineRecv:
     def _home(self, ctx: CombineContext, row_slice: RowSlice) -> Int64:
         """Address of slot 0 of the token."""
         regions = ctx.arena.lamport_returns, ctx.arena.returns
-        return ctx.base + home_of(is_lamport(ctx.sums.tokens), *regions, ctx.epoch & 1, opaque(row_slice.token))
+        return ctx.here(region_of(is_lamport(ctx.sums.tokens), *regions), ctx.epoch & 1, opaque(row_slice.token))
 
     @cute.jit
     def _sum(self, ctx: CombineContext, row_slice: RowSlice, slots: Slots, weight: Float32) -> Boolean:
@@ -187,31 +187,28 @@ class CombineRecv:
     @cute.jit
     def _sum_segments(self, ctx: CombineContext, row_slice: RowSlice, filled: Uint32) -> None:
         """`_sum` of a slice that has arrived, with `segments` segments of fewer slots on their way."""
-        pitch = ctx.arena.returns.stride[2]
         slots = LOADS_IN_FLIGHT // self.segments
-        rX = cute.make_rmem_tensor((4, self.segments, slots), Uint32)
+        rX = cute.make_rmem_tensor((WORDS, self.segments, slots), Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, self.segments), Float32)
         for segment in cutlass.range(row_slice.first, row_slice.last, self.segments, unroll=1):
             column = segment * SEGMENT + opaque(ctx.lane)
             end = cutlass.min(row_vectors(ctx), row_slice.last * SEGMENT)
-            place = self._home(ctx, row_slice), pitch, column, end
+            share_of = partial(self._share, ctx, self._home(ctx, row_slice), column, end)
             rSum.fill(0.0)
-            take_each(filled, slots, partial(self._load_segments, rX, place), partial(self._add_segments, rSum, rX))
+            take_each(filled, slots, partial(self._load_segments, rX, share_of), partial(self._add_segments, rSum, rX))
             for part in cutlass.range_constexpr(self.segments):
                 if column + part * SEGMENT < end:
                     self._finish(ctx, row_slice.token, column + part * SEGMENT, rSum[None, part])
 
-    @cute.jit
+    def _share(self, ctx: CombineContext, home: Int64, column: Int32, end: Int32, slot: Int32) -> Share:
+        """What the lane takes of a slot's first `end` vectors, from a column on; `home`: address of slot 0."""
+        slot_at = row_address(home, slot, ctx.arena.returns.stride[2])
+        return share(row_at(slot_at, end), column, self.segments)
+
     def _load_segments(
-        self, rX: cute.Tensor, place: tuple[Int64, Int32, Int32, Int32], slot: Int32, turn: cutlass.Constexpr
+        self, rX: cute.Tensor, share_of: Callable[[Int32], Share], slot: Int32, turn: cutlass.Constexpr
     ) -> None:
-        home, pitch, column, end = place
-        tSlot = lane_tile(home + Int64(slot * pitch), column, self.segments)
-        for part in cutlass.range_constexpr(self.segments):
-            if column + part * SEGMENT < end:
-                cute.copy(weak(), tSlot[None, part], rX[None, part, turn])
-            else:
-                rX[None, part, turn].fill(0)
+        move(plain, share_of(slot), rX[None, None, turn], outside=0)
 
     @cute.jit
     def _add_segments(self, rSum: cute.Tensor, rX: cute.Tensor, slot: Int32, turn: cutlass.Constexpr) -> None:
@@ -238,53 +235,41 @@ class CombineRecv:
     ) -> Boolean:
         """Wait for one vector of the filled slots and call use(rX, slot) for each, in ascending order; clear Lamport
         words. False after a timeout."""
-        valid = column < row_vectors(ctx)
-        pitch = ctx.arena.returns.stride[2]
-        home = self._home(ctx, row_slice)
-        rX = cute.make_rmem_tensor((4, SLOTS_IN_FLIGHT), Uint32)
+        share_of = partial(self._share, ctx, self._home(ctx, row_slice), column, row_vectors(ctx))
+        rX = cute.make_rmem_tensor((WORDS, 1, SLOTS_IN_FLIGHT), Uint32)
         alive = Boolean(True)
         left = slots.filled
         while alive and left != Uint32(0):
-            poll = partial(self._poll, ctx, rX, (home, pitch, column), left)
-            alive = self._wait_lamport(ctx, row_slice, slots, poll)
+            alive = self._wait_lamport(ctx, row_slice, slots, partial(self._poll, rX, share_of, left))
             for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
                 if alive & (left != Uint32(0)):
                     slot = lowest(left)
                     left = without_lowest(left)
-                    use(rX[None, turn], slot)
-                    if is_lamport(ctx.sums.tokens) & valid:
-                        clear(vector(home + Int64(slot * pitch), column))
+                    use(rX[None, 0, turn], slot)
+                    if is_lamport(ctx.sums.tokens):
+                        clear(share_of(slot))
         return alive
 
     @cute.jit
-    def _poll(
-        self, ctx: CombineContext, rX: cute.Tensor, place: tuple[Int64, Int32, Int32], left: Uint32, flagged: Uint32
-    ) -> Uint32:
-        """One vector of the lowest slots of `left` into rX; `place`: address of slot 0, pitch of slots, the vector's
-        column."""
-        home, pitch, column = place
+    def _poll(self, rX: cute.Tensor, share_of: cutlass.Constexpr, left: Uint32, flagged: Uint32) -> Uint32:
+        """One vector of the lowest slots of `left` into rX; share_of(slot): where it is."""
         missing = Uint32(0)
         for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
             if left != Uint32(0):
                 slot = lowest(left)
                 left = without_lowest(left)
-                if column < row_vectors(ctx):
-                    poll(vector(home + Int64(slot * pitch), column), rX[None, turn])
-                    if has_sentinel(rX[None, turn]):
-                        missing = missing | (Uint32(1) << Uint32(slot))
+                missing = missing | (Uint32(poll(share_of(slot), rX[None, None, turn])) << Uint32(slot))
         return missing & ~flagged
 
     @cute.jit
-    def _add_shared(self, ctx: CombineContext, token: Int32, vector: Int32, rSum: cute.Tensor) -> None:
+    def _add_shared(self, ctx: CombineContext, token: Int32, column: Int32, rSum: cute.Tensor) -> None:
         """Add the shared expert's row of a token of the own rank; NaN for a row that dispatch had no room for."""
-        row = token - ctx.shared.first
+        found = token - ctx.shared.first
         if owns_shared(ctx.shared, token):
-            rX = cute.make_rmem_tensor(4, Uint32)
-            rX.fill(LOST)
-            if row < ctx.rows.capacity:
-                row_bytes = Int64(ctx.group.hidden) * COMBINE_ITEMSIZE
-                gRow = rows(ctx.rows.data, vector + 1, ctx.rows.capacity, row_bytes)
-                cute.copy(weak(), gRow[None, vector, row], rX)
+            rX = cute.make_rmem_tensor((WORDS, 1), Uint32)
+            address = row_address(ctx.rows.data, found, Int64(ctx.group.hidden) * COMBINE_ITEMSIZE)
+            there = cutlass.select_(found < ctx.rows.capacity, row_vectors(ctx), Int32(0))
+            move(plain, share(row_at(address, there), column, 1), rX, outside=LOST)
             accumulate(rSum, rX, None)
 
     @cute.jit
@@ -310,7 +295,7 @@ class CombineRecv:
         if column < row_vectors(ctx):
             index = (Int64(token) * ctx.top_k + slot) * row_vectors(ctx) + column
             if ctx.sums.out_type == int(OutputType.BF16):
-                cute.copy(weak(), rX, vector(ctx.sums.out, index))
+                move(plain, [rX], vectors_at(ctx.sums.out, index))
             else:
                 rRow = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
                 for word in cutlass.range_constexpr(VECTOR_ELEMENTS // 2):

@@ -16,12 +16,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS
-from cute_ep.kernels.device.atoms import weak
+from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext
 from cute_ep.kernels.device.divide import quotient, remainder
 from cute_ep.kernels.device.lamport import is_lamport
-from cute_ep.kernels.device.memory import rows
+from cute_ep.kernels.device.memory import vectors_at
 from cute_ep.kernels.device.slices import (
     RowSlice,
     Tickets,
@@ -77,11 +77,10 @@ class CombineSchedule:
             source's tokens, and the log2 of the slices of its rows.
         """
         sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
-        gHeader = rows(ctx.batch.headers, 1, ctx.ranks)
         rHeader = cute.make_rmem_tensor(len(HeaderWord), Uint32)
         rHeader.fill(0)
         if ctx.lane < ctx.ranks:
-            cute.copy(weak(), gHeader[None, 0, ctx.lane], rHeader)
+            move(plain, vectors_at(ctx.batch.headers, ctx.lane), [rHeader])
             if ctx.warp == 0:
                 for word in cutlass.range_constexpr(len(HeaderWord)):
                     sHeader[ctx.lane, word] = Int32(rHeader[word])

@@ -26,18 +26,19 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.combine.schedule import CombineSchedule, Span, row_vectors, span_of
 from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, opaque, round_vector
-from cute_ep.kernels.device.atoms import WORDS, fetch_word, load_row, send, weak
+from cute_ep.kernels.device.atoms import fetch, has_sentinel, move, plain, send, streamed
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.device.context import CombineContext
 from cute_ep.kernels.device.divide import Divisor, division_magic, quotient
-from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport
-from cute_ep.kernels.device.memory import array, lane_tile, place_of, row_address, vector
+from cute_ep.kernels.device.lamport import is_lamport, region_of
+from cute_ep.kernels.device.memory import WORDS, array, row_address, row_at, share, words_at
 from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, slice_of, without_lowest
 from cute_ep.kernels.device.sync import signal
 from cute_ep.layouts.maps.arena import CHUNK, COMBINE_ITEMSIZE, chunk_of
 from cute_ep.layouts.maps.launch import WIDE_WARPS
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import MAX_TOP_K, NO_ROW
+from cute_ep.layouts.maps.scales import WORD_BYTES
 
 STAGES = 2
 """Spans whose entries are in shared memory: of the one that is carried, and of the next."""
@@ -125,7 +126,7 @@ class CombineSend:
         source, index = self.schedule.split(ctx, item)
         row_slice = self.schedule.row_slice(ctx, source, index)
         first, last = row_slice.first, row_slice.last
-        home = ctx.sPeers[source] + region.at(sEpoch[0] & 1, row_slice.token)
+        home = ctx.there(source, region, sEpoch[0] & 1, row_slice.token)
         while item < self.schedule.count():
             number = self.schedule.ask(ctx)
             wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
@@ -143,7 +144,7 @@ class CombineSend:
             first, last = row_slice.first, row_slice.last
             due = self.schedule.is_due(item, source, row_slice)
             row, weight = self._load_entries(ctx, source, row_slice.token, due)
-            home = ctx.sPeers[source] + region.at(sEpoch[0] & 1, row_slice.token)
+            home = ctx.there(source, region, sEpoch[0] & 1, row_slice.token)
 
     @cute.jit
     def _carry_spans(self, ctx: CombineContext) -> None:
@@ -174,20 +175,19 @@ class CombineSend:
         sFacts, sHomes = shared_array(self.facts, Uint32), shared_array(self.homes, Int64)
         sEpoch = shared_array(self.epoch, Int64)
         if ctx.tid == 0:
-            regions = ctx.arena.lamport_returns, ctx.arena.returns
-            lamport = self._is_lamport(span.source)
+            region = region_of(self._is_lamport(span.source), ctx.arena.lamport_returns, ctx.arena.returns)
             steps = cutlass.max(quotient(span.last - span.first + (self.segments - 1), self.segments), Int32(1))
             facts = {
                 Fact.TOKENS: span.tokens,
                 Fact.STEPS: steps,
                 Fact.STEPS_MAGIC: division_magic(Uint32(steps)),
-                Fact.PITCH: cutlass.select_(lamport, *(region.stride[1] for region in regions)),
+                Fact.PITCH: region.stride[1],
                 Fact.FIRST: span.first,
                 Fact.END: cutlass.min(row_vectors(ctx), span.last * SEGMENT),
             }
             for fact, value in facts.items():
                 sFacts[stage, int(fact)] = Uint32(value)
-            sHomes[stage] = ctx.sPeers[span.source] + home_of(lamport, *regions, sEpoch[0] & 1, span.token)
+            sHomes[stage] = ctx.there(span.source, region, sEpoch[0] & 1, span.token)
 
     @cute.jit
     def _carry_span(self, ctx: CombineContext, stage: Int32) -> None:
@@ -198,15 +198,16 @@ class CombineSend:
         carries = Boolean(True)
         while carries:
             here = opaque(stage)  # or what is read would be kept, and registers are short
-            for part in cutlass.range_constexpr(FACT_WORDS // WORDS):
-                sPart, rPart = (cute.local_tile(facts, (WORDS,), (part,)) for facts in (sFacts[here, None], rFacts))
-                cute.copy(weak(), sPart, rPart)
+            parts = [
+                [cute.local_tile(one, (WORDS,), (part,)) for part in range(2)] for one in (sFacts[here, None], rFacts)
+            ]
+            move(plain, *parts)
             step, token = Divisor(_fact(rFacts, Fact.STEPS), rFacts[int(Fact.STEPS_MAGIC)]).split(number)
             carries = token < _fact(rFacts, Fact.TOKENS)
             if carries:
                 entries = self._staged_entries(ctx, token, stage)
                 if entries.wanted != Uint32(0):
-                    home = sHomes[here] + Int64(token) * _fact(rFacts, Fact.PITCH)
+                    home = row_address(sHomes[here], token, _fact(rFacts, Fact.PITCH))
                     segment = _fact(rFacts, Fact.FIRST) + step * self.segments
                     self._push_segments(ctx, home, segment, _fact(rFacts, Fact.END), entries, self.segments)
             number += ctx.warps
@@ -252,15 +253,15 @@ class CombineSend:
     def _fetch_entries(self, ctx: CombineContext, span: Span, stage: Int32) -> None:
         """Begin to copy the entries of a span into a stage, a word of each array a thread: a span has at most a token a
         warp."""
-        in_rank = ctx.group.max_tokens * ctx.top_k
-        index = span.token * ctx.top_k + ctx.tid
-        if ctx.tid < span.tokens * ctx.top_k:
-            place = span.source, index
-            gRows = array(ctx.batch.row_map, Int32, ctx.ranks, in_rank)
-            fetch_word(place_of(gRows, place), place_of(shared_array(self.rows, Int32), (stage, ctx.tid)))
-            if cutlass.const_expr(self.partial):
-                gWeights = array(ctx.batch.weights, Float32, ctx.ranks, in_rank)
-                fetch_word(place_of(gWeights, place), place_of(shared_array(self.weights, Float32), (stage, ctx.tid)))
+        nbytes = ctx.group.max_tokens * ctx.top_k * WORD_BYTES
+        first, end = span.token * ctx.top_k, (span.token + span.tokens) * ctx.top_k
+        arrays = [(ctx.batch.row_map, self.rows)]
+        if cutlass.const_expr(self.partial):
+            arrays += [(ctx.batch.weights, self.weights)]
+        for data, staged in arrays:
+            sWords = cute.local_tile(shared_array(staged, Uint32)[stage, None], (1,), (ctx.tid,))
+            gWords = words_at(row_address(data, span.source, nbytes), end)
+            move(fetch, share(gWords, first + ctx.tid, 1), [sWords])
 
     @cute.jit
     def _staged_entries(self, ctx: CombineContext, token: Int32, stage: Int32) -> Entries:
@@ -318,7 +319,7 @@ class CombineSend:
         before the first use. Returns whether this lane stored a SENTINEL word."""
         column = segment * SEGMENT + opaque(ctx.lane)
         rows = LOADS_IN_FLIGHT // self.segments
-        rX = cute.make_rmem_tensor((4, segments, rows), Uint32)
+        rX = cute.make_rmem_tensor((WORDS, segments, rows), Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, segments), Float32)
         rSum.fill(0.0)
         collided = Boolean(False)
@@ -329,38 +330,37 @@ class CombineSend:
                 if left != Uint32(0):
                     found = from_lane(entries.row, lowest(left))
                     left = without_lowest(left)
-                    row_at = row_address(ctx.rows.data, found, Int32(ctx.group.hidden * COMBINE_ITEMSIZE))
-                    tRow = lane_tile(row_at, column, segments)
-                    for part in cutlass.range_constexpr(segments):
-                        if cutlass.const_expr(not self.partial):
-                            rX[None, part, turn].fill(LOST)
-                        if (column + part * SEGMENT < end) & (self.partial | (found < ctx.rows.capacity)):
-                            load_row(tRow[None, part], rX[None, part, turn], entries.once)
+                    address = row_address(ctx.rows.data, found, Int32(ctx.group.hidden * COMBINE_ITEMSIZE))
+                    there, lost = end, None
+                    if cutlass.const_expr(not self.partial):
+                        there, lost = cutlass.select_(found < ctx.rows.capacity, end, Int32(0)), LOST
+                    tRow = share(row_at(address, there), column, segments)
+                    move(streamed(entries.once), tRow, rX[None, None, turn], outside=lost)
             for turn in cutlass.range_constexpr(rows):
                 if again != Uint32(0):
                     k = lowest(again)
                     again = without_lowest(again)
-                    for part in cutlass.range_constexpr(segments):
-                        if cutlass.const_expr(self.partial):
+                    if cutlass.const_expr(self.partial):
+                        for part in cutlass.range_constexpr(segments):
                             accumulate(rSum[None, part], rX[None, part, turn], from_lane(entries.weight, k))
-                        else:
-                            collided = collided | self._store(
-                                ctx, home, k, column + part * SEGMENT, end, rX[None, part, turn]
-                            )
+                    else:
+                        collided = collided | self._store(ctx, home, k, column, end, rX[None, None, turn])
         if cutlass.const_expr(self.partial):
             for part in cutlass.range_constexpr(segments):
                 round_vector(rSum[None, part], rX[None, part, 0], BFloat16)
-                self._store(ctx, home, ctx.rank, column + part * SEGMENT, end, rX[None, part, 0])
+            self._store(ctx, home, ctx.rank, column, end, rX[None, None, 0])
         return collided
 
     @cute.jit
     def _store(
         self, ctx: CombineContext, home: Int64, slot: Int32, column: Int32, end: Int32, rX: cute.Tensor
     ) -> Boolean:
-        """One vector of a row to a slot, if it is below `end`; returns whether it has a SENTINEL word."""
+        """What the lane has of a row, from a column on, to a slot, but nothing from `end` on; returns whether a word is
+        SENTINEL."""
+        slot_at = row_address(home, slot, ctx.arena.returns.stride[2])
+        move(send, rX, share(row_at(slot_at, end), column, cute.size(rX, mode=[1])))
         collided = Boolean(False)
-        if column < end:
-            send(rX, vector(home + slot * ctx.arena.returns.stride[2], column))
-            if cutlass.const_expr(not self.partial):
-                collided = has_sentinel(rX)
+        if cutlass.const_expr(not self.partial):
+            for part in cutlass.range_constexpr(cute.size(rX, mode=[1])):
+                collided = collided | has_sentinel(rX[None, part])
         return collided

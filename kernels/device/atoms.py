@@ -1,100 +1,175 @@
-"""How bytes move: every copy in a kernel is one of these atoms, 16 bytes a thread unless it says words.
+"""How rows move: `move` takes a thread's share of a row from memory to registers, or back, by one of these atoms, 16
+bytes or a word at a time. What a wait polls, `poll` loads.
 
-| atom                    | PTX                                | for                                               |
-| ----------------------- | ---------------------------------- | ------------------------------------------------- |
-| `weak`                  | ld / st.global.v4, ld / st.shared  | what only this launch touches, or a wait protects |
-| `send`, `send_word`     | st.relaxed.sys.global              | an arena, in which somebody may be polling        |
-| `poll`, `poll_word`     | ld.relaxed.sys.global              | Lamport words that may be on their way            |
-| `clear`, `clear_word`   | st.global                          | Lamport words that this rank has taken            |
-| `load_row`              | ld.global or ld.global.cs          | expert rows, which may be the first to leave L2   |
-| `fetch`, `fetch_word`   | cp.async.cg / .ca.shared.global    | rows and words on their way into shared memory    |
+| atom             | PTX                               | for                                               |
+| ---------------- | --------------------------------- | ------------------------------------------------- |
+| `plain`          | ld / st.global, ld / st.shared    | what only this launch touches, or a wait protects |
+| `send`           | st.relaxed.sys.global             | an arena, in which somebody may be polling        |
+| `streamed(once)` | ld.global or ld.global.cs         | expert rows, which may be the first to leave L2   |
+| `fetch`          | cp.async.cg / .ca.shared.global   | rows on their way into shared memory              |
+| `poll`           | ld.relaxed.sys.global             | Lamport words that may be on their way            |
 
-`poll` and `load_row` are PTX: with a memory order (CopyG2ROp) combine spills 8 bytes a thread on sm_90a, and the cache
+`poll` and `streamed` are PTX: with a memory order (CopyG2ROp) combine spills 8 bytes a thread on sm_90a, and the cache
 hint of a copy atom cannot be chosen at run time (DSL 4.8.1). `send`, the store that `poll` waits for, is PTX like it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 from cutlass.cute.nvgpu import CopyUniversalOp
 
+from cute_ep.kernels.device.memory import WORDS, Share, Vectors
 from cute_ep.layouts.maps.arena import SENTINEL
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.scales import WORD_BYTES
 
-WORDS = VECTOR_BYTES // 4
+Atom: TypeAlias = Callable[[cute.Tensor, cute.Tensor], None]
+"""Moves a vector, or a word, from one tensor to another."""
 
 
-def weak() -> cute.CopyAtom:
+def move(
+    atom: Atom, source: Vectors, target: Vectors, *, outside: int | None = None, turns: Sequence[int] | None = None
+) -> None:
+    """Move what a thread has of a row, turn by turn; where a `Share` says that the row has ended, nothing.
+
+    Args:
+        atom: one of this file.
+        source, target: as many turns each; one of them may be a `Share`.
+        outside: the word that registers get where the row has ended; None: they stay as they are. `fetch` writes 0.
+        turns: those to move; by default all.
+    """
+    row = source if isinstance(source, Share) else target
+    for turn in range(_turns(row)) if turns is None else turns:
+        vectors = _vector(source, turn), _vector(target, turn)
+        inside = row.has(turn) if isinstance(row, Share) else True
+        if atom is fetch:
+            _fetch(*vectors, inside)
+        elif inside is True:
+            atom(*vectors)
+        else:
+            _move_inside(atom, *vectors, inside, outside)
+
+
+@cute.jit
+def _move_inside(
+    atom: cutlass.Constexpr, source: cute.Tensor, target: cute.Tensor, inside: Boolean, outside: cutlass.Constexpr
+) -> None:
+    if cutlass.const_expr(outside is not None):
+        target.fill(outside)
+    if inside:
+        atom(source, target)
+
+
+def _turns(vectors: Vectors) -> int:
+    if isinstance(vectors, Share):
+        return vectors.turns
+    return len(vectors) if isinstance(vectors, tuple | list) else cute.size(vectors, mode=[1])
+
+
+def _vector(vectors: Vectors, turn: int) -> cute.Tensor:
+    return vectors[turn] if isinstance(vectors, Share | tuple | list) else vectors[None, turn]
+
+
+def weak(words: int = WORDS) -> cute.CopyAtom:
     """Copy atom of one plain access."""
-    return cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=8 * VECTOR_BYTES)
+    return cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=32 * words)
 
 
-def send(rWord: cute.Tensor, gWord: cute.Tensor) -> None:
-    """Store a vector into own or peer memory."""
-    cute.arch.inline_ptx(
-        "st.relaxed.sys.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
-        read_only_args=[gWord.iterator.toint(), *(Uint32(rWord[index]) for index in range(WORDS))],
-    )
+def plain(source: cute.Tensor, target: cute.Tensor) -> None:
+    """A weak access."""
+    cute.copy(weak(cute.size(source)), source, target)
 
 
-def send_word(word: Uint32, place: cute.Pointer) -> None:
-    """Store a word at a pointer into own or peer memory."""
-    cute.arch.store(place, word, sem="relaxed", scope="sys")
+def send(rWords: cute.Tensor, gWords: cute.Tensor) -> None:
+    """Store into own or peer memory."""
+    if cute.size(rWords) == 1:
+        cute.arch.store(gWords.iterator, rWords[0], sem="relaxed", scope="sys")
+    else:
+        cute.arch.inline_ptx(
+            "st.relaxed.sys.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+            read_only_args=[gWords.iterator.toint(), *(Uint32(rWords[index]) for index in range(WORDS))],
+        )
 
 
-def poll(gWord: cute.Tensor, rWord: cute.Tensor) -> None:
-    """Load a vector."""
-    _load(rWord, f"ld.relaxed.sys.global.{FOUR_WORDS};", gWord)
-
-
-def poll_word(place: cute.Pointer) -> Uint32:
-    """Load the word at a pointer."""
-    return cute.arch.load(place, Uint32, sem="relaxed", scope="sys")
-
-
-def clear(gWord: cute.Tensor) -> None:
-    """Store SENTINEL in all words of a vector."""
-    rWord = cute.make_rmem_tensor(WORDS, Uint32)
-    rWord.fill(SENTINEL)
-    cute.copy(weak(), rWord, gWord)
-
-
-def clear_word(place: cute.Pointer) -> None:
-    """Store SENTINEL at a pointer."""
-    cute.arch.store(place, Uint32(SENTINEL))
-
-
-def load_row(gWord: cute.Tensor, rWord: cute.Tensor, once: Boolean) -> None:
+def streamed(once: Boolean) -> Atom:
     """Load a vector; with `once` it is the first to leave the caches."""
     loads = f"@once ld.global.cs.{FOUR_WORDS}; @!once ld.global.{FOUR_WORDS};"
-    _load(rWord, f"{{ .reg .pred once; setp.ne.u32 once, {{$r1}}, 0; {loads} }}", gWord, Int32(once))
+    ptx = f"{{ .reg .pred once; setp.ne.u32 once, {{$r1}}, 0; {loads} }}"
+    return lambda gWords, rWords: _load(rWords, ptx, gWords, Int32(once))
 
 
-def fetch(gWord: cute.Tensor, sWord: cute.Tensor, inside: Boolean) -> None:
-    """Begin to copy a vector into shared memory, or zeros if it is not `inside`."""
-    size = cutlass.select_(inside, Int32(VECTOR_BYTES), Int32(0))
+def fetch(gWords: cute.Tensor, sWords: cute.Tensor) -> None:
+    """Begin to copy a vector, or a word, into shared memory, zeros where the row has ended."""
+    _fetch(gWords, sWords, True)
+
+
+def _fetch(gWords: cute.Tensor, sWords: cute.Tensor, inside: Boolean | bool) -> None:
+    cache, nbytes = ("ca", WORD_BYTES) if cute.size(sWords) == 1 else ("cg", VECTOR_BYTES)
+    size = cutlass.select_(Boolean(inside), Int32(nbytes), Int32(0))
     cute.arch.inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-        read_only_args=[sWord.iterator.toint(), gWord.iterator.toint(), size],
+        f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {nbytes}, {{$r2}};",
+        read_only_args=[sWords.iterator.toint(), gWords.iterator.toint(), size],
     )
 
 
-def fetch_word(place: cute.Pointer, sWord: cute.Pointer) -> None:
-    """Begin to copy the word at a pointer into shared memory."""
-    cute.arch.inline_ptx(
-        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[sWord.toint(), place.toint()]
-    )
+@cute.jit
+def poll(source: Share, rX: cute.Tensor) -> Boolean:
+    """Load a thread's share of a row, (word, turn), as far as the row goes; whether one of its words is SENTINEL."""
+    missing = Boolean(False)
+    for turn in cutlass.range_constexpr(source.turns):
+        if source.has(turn):
+            _poll(source[turn], rX[None, turn])
+            missing = missing | has_sentinel(rX[None, turn])
+    return missing
+
+
+def _poll(gWords: cute.Tensor, rWords: cute.Tensor) -> None:
+    if cute.size(rWords) == 1:
+        rWords[0] = cute.arch.load(gWords.iterator, Uint32, sem="relaxed", scope="sys")
+    else:
+        _load(rWords, f"ld.relaxed.sys.global.{FOUR_WORDS};", gWords)
+
+
+def clear(target: Share) -> None:
+    """Store SENTINEL in all words of a thread's share of a row."""
+    fill(SENTINEL, target)
+
+
+def fill(word: int, target: Share) -> None:
+    """Store one word everywhere in a thread's share of a row, as `plain` does."""
+    width = cute.size(target.tensor, mode=[0])
+    rWords = cute.make_rmem_tensor(width, Uint32)
+    rWords.fill(word)
+    move(plain, [rWords] * target.turns, target)
+
+
+def word_of(value: Uint32) -> cute.Tensor:
+    """One word as registers that `move` takes: (word, turn) : one each."""
+    rWord = cute.make_rmem_tensor((1, 1), Uint32)
+    rWord[0, 0] = value
+    return rWord
+
+
+def has_sentinel(rWords: cute.Tensor) -> Boolean:
+    """Whether one of the words is SENTINEL."""
+    largest = rWords[0]
+    for index in range(1, cute.size(rWords)):
+        largest = cutlass.max(largest, rWords[index])
+    return largest == Uint32(SENTINEL)
 
 
 FOUR_WORDS = "v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}]"
 """Operands of a load of `_load`."""
 
 
-def _load(rWord: cute.Tensor, ptx: str, gWord: cute.Tensor, *arguments: Int32) -> None:
+def _load(rWords: cute.Tensor, ptx: str, gWords: cute.Tensor, *arguments: Int32) -> None:
     """Run PTX that leaves four words, from an address that is its first argument."""
-    read = [gWord.iterator.toint(), *arguments]
+    read = [gWords.iterator.toint(), *arguments]
     seen = cute.arch.inline_ptx(ptx, write_only_types=[Uint32] * WORDS, read_only_args=read)
     for index in range(WORDS):
-        rWord[index] = seen[index]
+        rWords[index] = seen[index]

@@ -6,9 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Numeric, Uint8, Uint32
 
-from cute_ep.kernels.device.atoms import weak
+from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.divide import quotient
-from cute_ep.kernels.device.memory import rows
+from cute_ep.kernels.device.memory import row_at, share
 from cute_ep.layouts.algebra.layout import Swizzle
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS, WIDE_THREADS
@@ -39,6 +39,11 @@ def shared_array(region: Region, dtype: type[Numeric]) -> cute.Tensor:
 swizzled = Swizzle(3, 0, 3)
 """Where shared memory holds a vector: eight lanes that write or read together meet all 32 banks, whether their vectors
 are 1, 2 or 4 apart."""
+
+
+def swizzled_vectors(sTile: cute.Tensor, first: Int32, turns: int, apart: int) -> list[cute.Tensor]:
+    """Where a (vector, word) tile of shared memory holds vectors first + apart * turn, turn by turn for `move`."""
+    return [sTile[swizzled(first + apart * turn), None] for turn in range(turns)]
 
 
 @cute.jit
@@ -93,18 +98,10 @@ LOADS_IN_FLIGHT = 4
 @cute.jit
 def copy_vectors(destination: Int64, source: Int64, vectors: Int32, thread: Int32, threads: Int32 | int) -> None:
     """The part of one of `threads` threads in a copy of 16-byte vectors between 16-byte aligned global addresses."""
-    gSource = rows(source, vectors, 1)
-    gDestination = rows(destination, vectors, 1)
     rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
     for first in cutlass.range(thread, vectors, threads * LOADS_IN_FLIGHT, unroll=1):
-        for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            vector = first + turn * threads
-            if vector < vectors:
-                cute.copy(weak(), gSource[None, vector, 0], rX[None, turn])
-        for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            vector = first + turn * threads
-            if vector < vectors:
-                cute.copy(weak(), rX[None, turn], gDestination[None, vector, 0])
+        move(plain, share(row_at(source, vectors), first, LOADS_IN_FLIGHT, threads), rX)
+        move(plain, rX, share(row_at(destination, vectors), first, LOADS_IN_FLIGHT, threads))
 
 
 @cute.jit

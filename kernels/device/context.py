@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 import cutlass
@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.divide import Divisor, quotient, remainder
-from cute_ep.kernels.device.memory import DeviceRegion, array, pointer
+from cute_ep.kernels.device.memory import DeviceRegion, array, part_at, pointer
 from cute_ep.kernels.device.slices import packed_cta
 from cute_ep.kernels.device.sync import Awaited, WaitContext, block_all, not_aborted, report, signal, wait_signal
 from cute_ep.layouts.maps.arena import ArenaRegions, StateWord, regions_of
@@ -145,20 +145,19 @@ class Context:
     @property
     def wait_context(self) -> WaitContext:
         """For the waits of `sync`. Made where it is needed: it takes no registers elsewhere."""
-        state = replace(self.arena.state, offset=self.base + self.arena.state.offset)  # by address
-        return WaitContext(self.group.timeout_ns, self.group.status, state.at(int(StateWord.ABORT)))
+        return WaitContext(self.group.timeout_ns, self.group.status, self.state_word(StateWord.ABORT))
 
     def here(self, region: Region, *coord: Int32 | Int64 | int) -> Int64:
         """Address of an element of this rank's arena."""
-        return self.base + region.at(*coord)
+        return region.address(self.base, *coord)
 
     def there(self, peer: Int32, region: Region, *coord: Int32 | Int64 | int) -> Int64:
         """Address of an element of a peer's arena."""
-        return self.at_peer(peer, region.at(*coord))
+        return region.address(self.sPeers[peer], *coord)
 
     def at_peer(self, peer: Int32, offset: Int64) -> Int64:
         """Address in a peer's arena."""
-        return self.sPeers[peer] + offset
+        return part_at(self.sPeers[peer], offset)
 
     def expert_of(self, given: Int32) -> Int32:
         """Index among the group's experts of an id that the caller gave; MASKED_ENTRY when it is not among
@@ -220,7 +219,7 @@ class Context:
         """
         tid = self.tid
         if self.cta == cta and tid < self.ranks:
-            signal(self.peer_base + consumed.at(self.rank), received)
+            signal(consumed.address(self.peer_base, self.rank), received)
 
 
 @dataclass(frozen=True)
@@ -289,7 +288,7 @@ def _open(
     """`context`: the class, which says where its phase's epoch words are."""
     arena = regions_of(args.arena, DeviceRegion)
     tid, cta, ctas, peer_base = _find_place(args.group, args.grid, arena.peers, packed)
-    rounds = _completed(args.group.arena + arena.state.at(int(context.EPOCHS)))
+    rounds = _completed(arena.state.address(args.group.arena, int(context.EPOCHS)))
     epoch = (rounds.received if receive else rounds.sent) + 1
     place = {"tid": tid, "cta": cta, "ctas": ctas, "epoch": epoch, "peer_base": peer_base}
     records = args._asdict() | {"arena": arena}
@@ -300,7 +299,7 @@ def _open(
 def _find_place(group: Group, grid: Grid, peers: Region, packed: Int32) -> tuple[Int32, Int32, Int32, Int64]:
     """Start reading the peer table, and wait for the end of the launch before. `packed` as in `Grid`."""
     tid = cute.arch.thread_idx()[0]
-    gPeers = array(group.arena + peers.offset, Int64, group.ranks)
+    gPeers = array(peers.address(group.arena), Int64, group.ranks)
     peer_base = Int64(0)
     if tid < group.ranks:
         peer_base = gPeers[tid]

@@ -17,12 +17,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
-from cute_ep.kernels.device.atoms import WORDS
 from cute_ep.kernels.device.context import Context
 from cute_ep.kernels.device.divide import remainder
 from cute_ep.kernels.device.slices import has_bit
 from cute_ep.kernels.device.sync import Awaited, now_ns, report
-from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, SENTINEL, Region
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, Region
 
 POLLS_PER_CHECK = 32
 """Polls of the words between two checks of their flag, the clock and the abort word."""
@@ -33,20 +32,12 @@ def is_lamport(tokens: Int32) -> Boolean:
     return tokens <= LAMPORT_TOKENS
 
 
-def home_of(lamport: Boolean, lamport_region: Region, region: Region, *coord: Int32) -> Int64:
-    """Byte offset of a row in one of the two regions that rows travel through; one computation for both."""
+def region_of(lamport: Boolean, lamport_region: Region, region: Region) -> Region:
+    """One of the two regions that rows travel through; one computation for both."""
     offset = cutlass.select_(lamport, lamport_region.offset, region.offset)
     strides = zip(lamport_region.stride, region.stride, strict=True)
-    chosen = [cutlass.select_(lamport, few, many) for few, many in strides][: len(coord)]
-    return replace(region, offset=offset, stride=tuple(chosen)).at(*coord)
-
-
-def has_sentinel(words: cute.Tensor) -> Boolean:
-    """Whether one of a vector's words is SENTINEL."""
-    largest = words[0]
-    for index in range(1, WORDS):
-        largest = cutlass.max(largest, words[index])
-    return largest == Uint32(SENTINEL)
+    stride = tuple(cutlass.select_(lamport, few, many) for few, many in strides)
+    return replace(region, offset=offset, stride=stride)
 
 
 def _ticks(time_ns: Int64) -> Int32:

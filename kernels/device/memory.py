@@ -1,40 +1,40 @@
 """Tensors over global memory: the one place where an address becomes a tensor inside a kernel.
 
-| tensor      | axes               | shape : stride, in its elements                        |
-| ----------- | ------------------ | ------------------------------------------------------ |
-| `array`     | as given           | row-major, 64-bit strides                              |
-| `vectors`   | (word, vector)     | (4, V) : (1, 4)                                        |
-| `rows`      | (word, vector, row)| (4, V, R) : (1, 4, pitch)                              |
-| `lane_tile` | (word, turn)       | (4, S) : (1, 128), from a vector of a row on           |
-| `lane_words`| (turn)             | (S) : (32), from a word of a row on                    |
+| tensor     | axes            | shape : stride, in its elements                                          |
+| ---------- | --------------- | ------------------------------------------------------------------------ |
+| `array`    | as given        | row-major, 64-bit strides                                                |
+| `row_at`   | (word, vector)  | (4, V) : (1, 4)                                                          |
+| `words_at` | (word, word)    | (1, W) : (1, step)                                                       |
+| `Share`    | (word, turn)    | (4, S) : (1, 128), from a vector of a row on; of words (1, S) : (1, 32 step) |
 
-A warp takes a row in segments of 32 vectors, one a lane: in turn s lane l takes vector 32 s + l. So the thread-value
-layout of the row is (lane, (word, segment)) : (4, (1, 128)), of which `lane_tile` is one lane's part.
+The lanes of a warp, or other threads side by side, take a row in turns: in turn s thread l takes vector n s + l of n
+threads. So the thread-value layout of a row is (lane, (word, turn)) : (4, (1, 128)), of which a `Share` is one lane's
+part, with how much of the row there is from its first vector on.
 """
 
 from __future__ import annotations
 
-import cutlass.cute as cute
-from cutlass import Int32, Int64, Numeric, Uint32
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from cute_ep.kernels.device.atoms import WORDS
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Numeric, Uint32
+
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import Int, Region
 from cute_ep.layouts.maps.scales import WORD_BYTES
 
 LANES = 32
+WORDS = VECTOR_BYTES // WORD_BYTES
 
 
 class DeviceRegion(Region):
-    """A region of the arena in a kernel: offsets are those of its CuTe layout, in bytes and 64 bits."""
+    """A region of the arena in a kernel: offsets are in bytes and 64 bits."""
 
     def at(self, *coord: Int32 | Int64 | int) -> Int64:
         """Offset of the element at `coord` (leading modes; missing ones are 0)."""
-        strides = tuple(Int64(stride) for stride in self.stride[: len(coord)])
-        if not coord:
-            return self.offset
-        layout = cute.make_layout((1 << 30,) * len(coord), stride=strides)
-        return self.offset + cute.crd2idx(tuple(Int64(index) for index in coord), layout)
+        wide = replace(self, stride=tuple(Int64(stride) for stride in self.stride[: len(coord)]))
+        return super(DeviceRegion, wide).at(*(Int64(index) for index in coord))
 
 
 def pointer(address: Int64, dtype: type[Numeric], align: int | None = None) -> cute.Pointer:
@@ -50,44 +50,93 @@ def array(address: Int64, dtype: type[Numeric], *shape: Int32 | int) -> cute.Ten
     return cute.make_tensor(pointer(address, dtype), cute.make_layout(tuple(shape), stride=tuple(stride)))
 
 
-def rows(
-    address: Int64, vectors: Int32 | int, count: Int32 | int, pitch_bytes: Int32 | Int64 | int = VECTOR_BYTES
-) -> cute.Tensor:
-    """Rows of 16-byte vectors, `pitch_bytes` apart."""
-    if isinstance(pitch_bytes, int):
-        pitch = pitch_bytes // 4
-    else:
-        pitch = cute.assume(Int64(pitch_bytes) >> 2, divby=WORDS)
-    layout = cute.make_layout((WORDS, vectors, count), stride=(1, WORDS, pitch))
-    return cute.make_tensor(pointer(address, Uint32, align=VECTOR_BYTES), layout)
+@dataclass(frozen=True)
+class Row:
+    """A row of vectors, or words, in global memory.
+
+    Attributes:
+        address: where it begins. Not a pointer: what is computed from one as a number costs registers.
+        layout: (word, vector) : (4, V) : (1, step), or (word, word) : (1, W) : (1, step).
+    """
+
+    address: Int64
+    layout: cute.Layout
 
 
-def vector(address: Int64, index: Int32 | Int64 | int = 0) -> cute.Tensor:
-    """Vector number `index` of a row."""
-    return lane_tile(address, index, 1)[None, 0]
+def row_at(address: Int64, vectors: Int32 | int, step: Int32 | int = WORDS) -> Row:
+    """A row of 16-byte vectors, `step` words apart."""
+    return Row(address, cute.make_layout((WORDS, vectors), stride=(1, step)))
 
 
-def row_address(data: Int64, row: Int32, nbytes: Int32 | Int64) -> Int64:
-    """Address of row `row` of a tensor (row, byte) : (nbytes, 1)."""
-    return data + Int64(row) * nbytes
+def words_at(address: Int64, words: Int32 | int, step: Int32 | int = 1) -> Row:
+    """A row of 32-bit words, `step` words apart."""
+    return Row(address, cute.make_layout((1, words), stride=(1, step)))
 
 
-def lane_tile(address: Int64, index: Int32 | Int64 | int, turns: Int32 | int) -> cute.Tensor:
-    """`turns` vectors of a row, every 32nd from number `index` on: a lane's."""
-    place = address + Int64(index) * VECTOR_BYTES
-    layout = cute.make_layout((WORDS, turns), stride=(1, WORDS * LANES))
-    return cute.make_tensor(pointer(place, Uint32, align=VECTOR_BYTES), layout)
+def row_address(data: Int64, index: Int32 | Int64 | int, nbytes: Int32 | Int64 | int) -> Int64:
+    """Address of row `index` of a tensor (row, byte) : (nbytes, 1)."""
+    return data + Int64(index) * nbytes
 
 
-def lane_words(address: Int64, word: Int32 | int, turns: Int32 | int) -> cute.Tensor:
-    """`turns` words of a row of words, every 32nd from number `word` on: a lane's."""
-    place = address + Int64(word) * WORD_BYTES
-    return cute.make_tensor(pointer(place, Uint32), cute.make_layout(turns, stride=LANES))
+def part_at(data: Int64, offset: Int32 | Int64 | int) -> Int64:
+    """Address of what lies a number of bytes behind the beginning of a record."""
+    return data + offset
 
 
-def place_of(tensor: cute.Tensor, index: Int32 | int) -> cute.Pointer:
-    """Pointer to an element."""
-    return tensor.iterator + cute.crd2idx(index, tensor.layout)
+@dataclass(frozen=True)
+class Share:
+    """A thread's part of a row: its vectors, or words, turn by turn.
+
+    Attributes:
+        tensor: (word, turn).
+        left: how many the row has from the first of these on; None: all turns are in the row.
+        threads: how many lie from one turn to the next.
+        there: whether the row exists, which a lost one does not; None: it does.
+    """
+
+    tensor: cute.Tensor
+    left: Int32 | None
+    threads: Int32 | int
+    there: Boolean | None = None
+
+    @property
+    def turns(self) -> int:
+        """Turns, of which the last ones may be beyond the end of the row."""
+        return cute.size(self.tensor, mode=[1])
+
+    def __getitem__(self, turn: int) -> cute.Tensor:
+        """The vector, or word, of a turn."""
+        return self.tensor[None, turn]
+
+    def has(self, turn: int) -> Boolean | bool:
+        """Whether a turn is in the row."""
+        if self.left is None:
+            return True
+        inside = self.left > turn * self.threads
+        return inside if self.there is None else inside & self.there
+
+
+def share(
+    row: Row, first: Int32 | int, turns: int, threads: Int32 | int = LANES, there: Boolean | None = None
+) -> Share:
+    """`turns` turns of a thread that takes every `threads`-th vector, or word, of a row from number `first` on; `there`
+    as in `Share`."""
+    return Share(_turns(row, first, turns, threads), row.layout.shape[1] - first, threads, there)
+
+
+def vectors_at(address: Int64, first: Int32 | Int64 | int, count: int = 1) -> Share:
+    """`count` vectors side by side that one thread takes, number `first` of a row and on; they are in the row."""
+    return Share(_turns(row_at(address, count), first, count, 1), None, 1)
+
+
+def _turns(row: Row, first: Int32 | Int64 | int, turns: int, threads: Int32 | int) -> cute.Tensor:
+    """Tensor (word, turn) from vector, or word, `first` of a row on."""
+    width, step = row.layout.shape[0], row.layout.stride[1]
+    place = pointer(row.address + Int64(first) * (step * WORD_BYTES), Uint32, align=width * WORD_BYTES)
+    step = step * threads
+    if not isinstance(step, int):
+        step = cute.assume(step, divby=width)
+    return cute.make_tensor(place, cute.make_layout((width, turns), stride=(1, step)))
 
 
 def item_coord(item: Int, extent: Int) -> tuple[Int, Int]:
@@ -96,3 +145,7 @@ def item_coord(item: Int, extent: Int) -> tuple[Int, Int]:
         return item & (extent - 1), item >> (extent.bit_length() - 1)
     slow = item // extent
     return item - slow * extent, slow
+
+
+Vectors = cute.Tensor | Share | Sequence[cute.Tensor]
+"""What a thread has of a row, turn by turn: (word, turn) in registers or shared memory, or a vector each turn."""

@@ -6,9 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from cute_ep.kernels.device.atoms import weak
+from cute_ep.kernels.device.atoms import fill
 from cute_ep.kernels.device.divide import quotient, remainder
-from cute_ep.kernels.device.memory import item_coord, pointer, vector
+from cute_ep.kernels.device.memory import Row, item_coord, pointer, row_address, vectors_at, words_at
 from cute_ep.layouts.maps.arguments import Scales
 from cute_ep.layouts.maps.scales import ATOM_ROWS, LANE_ROWS, WORD_BYTES
 
@@ -27,12 +27,12 @@ def store_scale_word(scales: Scales, row: Int32 | Uint32, column: Int32 | Uint32
 
 def scale_row_address(scales: Scales, row: Int32 | Uint32, column: Int32 | int = 0) -> Int64:
     """Address of a word of scale factors, by default word 0 of a row."""
-    return scales.data + WORD_BYTES * scale_word_offset(scales, row, column)
+    return row_address(scales.data, scale_word_offset(scales, row, column), WORD_BYTES)
 
 
-def store_scale_column(scales: Scales, home: Int64, column: Int32, word: Uint32) -> None:
-    """Store the word of a column of the row whose word 0 is at `home`."""
-    cute.arch.store(pointer(home + Int64(column) * Int64(scales.step * WORD_BYTES), Uint32), word)
+def scale_row(scales: Scales, home: Int64, words: Int32) -> Row:
+    """The first `words` scale words of the row whose word 0 is at `home`."""
+    return words_at(home, words, scales.step)
 
 
 @cute.jit
@@ -51,16 +51,14 @@ def zero_scale_rows(scales: Scales, first: Int32, end: Int32, share: tuple[Int32
             taken = Int32(LANE_ROWS)
         home = scale_row_address(scales, first - in_block + lane, part)
         step = Int64(scales.step) * (WORD_BYTES * parts)
-        rZero = cute.make_rmem_tensor(LANE_ROWS, Uint32)
-        rZero.fill(0)
         for _ in cutlass.range(part, scales.words, parts, unroll=1):
             if taken <= 0:
-                cute.copy(weak(), rZero, vector(home))
+                fill(0, vectors_at(home, 0))
             else:
                 if (taken & 1) != 0:
-                    cute.arch.store(pointer(home + taken * WORD_BYTES, Uint32), Uint32(0))
+                    cute.arch.store(pointer(row_address(home, taken, WORD_BYTES), Uint32), Uint32(0))
                 if taken <= 2:
-                    cute.arch.store(pointer(home + 2 * WORD_BYTES, Int64), Int64(0))
+                    cute.arch.store(pointer(row_address(home, 2, WORD_BYTES), Int64), Int64(0))
             home += step
     else:
         rows = end - first

@@ -55,11 +55,6 @@ def segments_of(vectors: Int32) -> Int32:
     return quotient(vectors + (SEGMENT - 1), SEGMENT)
 
 
-def own_vectors(base: Int32, last: Int32, vectors: Int32, lane: Int32) -> Int32:
-    """How many of the segments base .. last - 1 of a row of `vectors` vectors have a vector for the lane."""
-    return cutlass.min(last - base, quotient(vectors - base * SEGMENT - lane + (SEGMENT - 1), SEGMENT))
-
-
 @cute.jit
 def most_slices(sHeader: cute.Tensor, ranks: Int32) -> Int32:
     """Message slices of the source that has the most, from the headers."""

@@ -35,9 +35,11 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from cutlass._mlir.dialects import nvvm
 
 from cute_ep.kernels.device.arith import opaque
+from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.divide import remainder
-from cute_ep.kernels.device.memory import pointer, rows
+from cute_ep.kernels.device.memory import pointer, row_address, vectors_at
 from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord, pack_phase
+from cute_ep.layouts.maps.scales import WORD_BYTES
 
 if TYPE_CHECKING:
     from cute_ep.kernels.device.context import Context
@@ -97,7 +99,7 @@ def not_aborted(abort: Int64) -> Boolean:
 def report(wait_context: WaitContext, awaited: Awaited, expected: Int32 | Int64, seen: Int32 | Int64) -> None:
     """Write one host-visible status record in a single 16-byte store, and unless it is about input, raise this rank's
     abort word. Of a peer the first report is kept (of several at the same moment any), of a kind of input the last."""
-    record = wait_context.status + Int64(awaited.peer) * (len(StatusWord) * 4)
+    record = row_address(wait_context.status, awaited.peer, len(StatusWord) * WORD_BYTES)
     unwritten = Boolean(True)
     if cutlass.const_expr(awaited.phase not in INPUT_ERRORS):
         unwritten = cute.arch.load(pointer(record, Int32), Int32, sem="relaxed", scope="gpu") == int(Phase.NONE)
@@ -110,7 +112,7 @@ def report(wait_context: WaitContext, awaited: Awaited, expected: Int32 | Int64,
         words[StatusWord.INDEX] = Uint32(Int32(awaited.index))
         words[StatusWord.EXPECTED] = Uint32(expected)
         words[StatusWord.SEEN] = Uint32(seen)
-        cute.autovec_copy(words, rows(record, 1, Int32(1))[None, 0, 0])
+        move(plain, [words], vectors_at(record, 0))
         cute.arch.fence_acq_rel_sys()
     if cutlass.const_expr(awaited.phase not in INPUT_ERRORS):
         cute.arch.store(pointer(wait_context.abort, Int64), Int64(1), sem="relaxed", scope="gpu")

@@ -14,14 +14,14 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint16, Uint32
 
 from cute_ep.kernels.device.context import DispatchContext
-from cute_ep.kernels.device.memory import array
+from cute_ep.kernels.device.memory import array, row_address
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.scales import WORD_BYTES
 
 
 def given_row(ctx: DispatchContext, token: Int32) -> Int64:
     """Address of a token's payload."""
-    return ctx.input.x + Int64(token) * ctx.input.x_stride * VECTOR_BYTES
+    return row_address(ctx.input.x, Int64(token) * ctx.input.x_stride, VECTOR_BYTES)
 
 
 @cute.jit

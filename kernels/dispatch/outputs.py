@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint16, Uint32
+from cutlass import Boolean, Int32, Int64, Uint16
 
 from cute_ep.kernels.device.arith import opaque
-from cute_ep.kernels.device.atoms import weak
+from cute_ep.kernels.device.atoms import fill
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import DispatchContext
 from cute_ep.kernels.device.divide import quotient, round_up
-from cute_ep.kernels.device.memory import array, item_coord, row_address, rows
+from cute_ep.kernels.device.memory import LANES, array, item_coord, row_address, row_at, share
 from cute_ep.kernels.device.scale_rows import zero_scale_rows
 from cute_ep.kernels.device.slices import first_item, item_stride, vectors_of
 from cute_ep.kernels.dispatch.row_tables import Tables
@@ -152,11 +152,9 @@ class Outputs:
         lane = ctx.lane
         row_vectors = vectors_of(ctx.wire.payload_bytes)
         vectors = (end - first) * row_vectors
-        gOut = rows(row_address(ctx.out.tokens, first, ctx.wire.payload_bytes), vectors, 1)
-        rZero = cute.make_rmem_tensor(4, Uint32)
-        rZero.fill(0)
-        for vector in cutlass.range(part * 32 + lane, vectors, 32 * PADDING_PARTS, unroll=1):
-            cute.copy(weak(), rZero, gOut[None, vector, 0])
+        gOut = row_at(row_address(ctx.out.tokens, first, ctx.wire.payload_bytes), vectors)
+        for place in cutlass.range(part * LANES + lane, vectors, LANES * PADDING_PARTS, unroll=1):
+            fill(0, share(gOut, place, 1))
         if part == 0:
             gSource = array(ctx.out.src_info, Int32, ctx.out.capacity, 2)
             gRowScale = array(ctx.out.row_scales, Uint16, ctx.out.capacity)

@@ -16,10 +16,10 @@ from cutlass import Int32, Uint32
 
 from cute_ep.kernels.codec.base import source_vectors
 from cute_ep.kernels.device.arith import opaque
-from cute_ep.kernels.device.atoms import fetch, weak
-from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array, swizzled
+from cute_ep.kernels.device.atoms import fetch, move, plain
+from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array, swizzled_vectors
 from cute_ep.kernels.device.context import DispatchContext
-from cute_ep.kernels.device.memory import lane_tile, vector
+from cute_ep.kernels.device.memory import row_address, row_at, share
 from cute_ep.kernels.device.slices import SEGMENT, vectors_of
 from cute_ep.kernels.dispatch.given_rows import given_row
 from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
@@ -71,12 +71,9 @@ class Prefetch:
             if base < last:
                 lane = opaque(ctx.lane)  # or the places in shared memory would be kept in registers
                 first = base * (SEGMENT * self.vectors) + lane
-                left = cutlass.min(last * (SEGMENT * self.vectors), self.row_units(ctx) * self.vectors) - first
-                tRow = lane_tile(given_row(ctx, token), first, self.units * self.vectors)
-                sTile = self._tile(ctx, stage)
-                for part in cutlass.range_constexpr(self.units * self.vectors):
-                    sVector = sTile[swizzled(part * SEGMENT + lane), None]
-                    fetch(tRow[None, part], sVector, left > part * SEGMENT)
+                vectors = cutlass.min(last * (SEGMENT * self.vectors), self.row_units(ctx) * self.vectors)
+                tRow = share(row_at(given_row(ctx, token), vectors), first, self.units * self.vectors)
+                move(fetch, tRow, swizzled_vectors(self._tile(ctx, stage), lane, tRow.turns, SEGMENT))
             cute.arch.cp_async_commit_group()
 
     def wait(self) -> None:
@@ -92,18 +89,13 @@ class Prefetch:
         """The lane's unit of segment base + turn, from the tile that begins with `base`."""
         lane = opaque(ctx.lane)
         if cutlass.const_expr(self.ahead):
-            sTile = self._tile(ctx, stage)
-            for part in cutlass.range_constexpr(self.vectors):
-                vector = (turn * SEGMENT + lane) * self.vectors + part
-                cute.copy(weak(), sTile[swizzled(vector), None], cute.local_tile(rX, (4,), (part,)))
+            first = (turn * SEGMENT + lane) * self.vectors
+            move(plain, swizzled_vectors(self._tile(ctx, stage), first, self.vectors, 1), rX)
         else:
             self.load(ctx, token, (base + turn) * SEGMENT + lane, rX)
 
-    @cute.jit
     def load(self, ctx: DispatchContext, token: Int32, unit: Int32, rX: cute.Tensor) -> None:
         """One unit of a row, from where it is; zeros beyond the end of the row."""
-        rX.fill(0)
-        if unit < self.row_units(ctx):
-            for part in cutlass.range_constexpr(self.vectors):
-                gVector = vector(given_row(ctx, token), unit * self.vectors + part)
-                cute.copy(weak(), gVector, cute.local_tile(rX, (4,), (part,)))
+        there = cutlass.select_(unit < self.row_units(ctx), Int32(self.vectors), Int32(0))
+        gUnit = row_at(row_address(given_row(ctx, token), unit, self.vectors * VECTOR_BYTES), there)
+        move(plain, share(gUnit, 0, self.vectors, 1), rX, outside=0)

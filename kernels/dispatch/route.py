@@ -18,7 +18,7 @@ from cutlass import Boolean, Int32, Int64, Uint8, Uint32
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import IDS_IN_FLIGHT, DispatchContext, given_id, is_beyond
 from cute_ep.kernels.device.divide import quotient
-from cute_ep.kernels.device.memory import item_coord
+from cute_ep.kernels.device.memory import item_coord, row_address
 from cute_ep.kernels.device.sync import store_ll
 from cute_ep.kernels.hooks import WeightReader
 from cute_ep.layouts.maps.arena import LL_BYTES, HeaderWord, StateWord, pack_messages
@@ -235,11 +235,11 @@ class Route:
         if self._has_place(ctx, index):
             parity = ctx.epoch & 1
             for peer in cutlass.range(ctx.ranks, unroll=1):
-                arena = ctx.sPeers[peer]
-                offset = Int64(index) * LL_BYTES
-                store_ll(arena + ctx.arena.entries.at(parity, ctx.rank) + offset, entry, ctx.epoch)
+                entries = ctx.there(peer, ctx.arena.entries, parity, ctx.rank)
+                store_ll(row_address(entries, index, LL_BYTES), entry, ctx.epoch)
                 if ctx.input.router_weights != Int64(0):
-                    store_ll(arena + ctx.arena.weights.at(parity, ctx.rank) + offset, weight, ctx.epoch)
+                    weights = ctx.there(peer, ctx.arena.weights, parity, ctx.rank)
+                    store_ll(row_address(weights, index, LL_BYTES), weight, ctx.epoch)
 
     @cute.jit
     def _push_counts(self, ctx: DispatchContext) -> None:

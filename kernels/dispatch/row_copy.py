@@ -15,15 +15,16 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint16, Uint32
 
 from cute_ep.kernels.device.arith import opaque
-from cute_ep.kernels.device.atoms import clear, clear_word, poll, poll_word, weak
+from cute_ep.kernels.device.atoms import clear, move, plain, poll
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.device.context import DispatchContext
-from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, wait_lamport
-from cute_ep.kernels.device.memory import LANES, array, lane_tile, lane_words, place_of, pointer, row_address
-from cute_ep.kernels.device.scale_rows import scale_row_address, store_scale_column
-from cute_ep.kernels.device.slices import SEGMENT, RowSlice, from_lane, lowest, own_vectors, vectors_of, without_lowest
+from cute_ep.kernels.device.lamport import is_lamport, region_of, wait_lamport
+from cute_ep.kernels.device.memory import LANES, WORDS, Row, Share, array, row_address, row_at, share, words_at
+from cute_ep.kernels.device.scale_rows import scale_row, scale_row_address
+from cute_ep.kernels.device.slices import SEGMENT, RowSlice, from_lane, lowest, vectors_of, without_lowest
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
 from cute_ep.kernels.dispatch.given_rows import given_row, given_row_scale, given_scale_word
+from cute_ep.kernels.dispatch.message import message_row_scale, message_scales
 from cute_ep.kernels.dispatch.row_tables import Tables
 from cute_ep.layouts.maps.arena import SENTINEL, HeaderWord, chunk_of
 from cute_ep.layouts.maps.routing import Phase
@@ -60,7 +61,7 @@ class RowCopy:
         if not (lamport | own):
             alive = self._wait_slice(ctx, source, row_slice)
         if alive:
-            rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
+            rWord = cute.make_rmem_tensor((1, SCALES_IN_FLIGHT), Uint32)
             rWord.fill(SENTINEL)
             alive = self._copy_payload(ctx, source, row_slice, targets, rWord)
             if alive & (ctx.scales.words != 0) & (lamport | own | ~self.tables.are_tiled()):
@@ -77,7 +78,7 @@ class RowCopy:
         """Address of the message that the slice belongs to; of a token of the own rank, of its row."""
         regions = ctx.arena.lamport_messages, ctx.arena.messages
         coord = ctx.epoch & 1, opaque(source), opaque(row_slice.token)
-        message = ctx.base + home_of(is_lamport(self._tokens(source)), *regions, *coord)
+        message = ctx.here(region_of(is_lamport(self._tokens(source)), *regions), *coord)
         if cutlass.const_expr(self.direct):
             message = cutlass.select_(self._is_own(ctx, source), given_row(ctx, row_slice.token), message)
         return message
@@ -122,25 +123,21 @@ class RowCopy:
         """The slice's payload to all its rows; rWord gets a first poll of its scale words, whose latency stores hide.
         False after a timeout."""
         lane = ctx.lane
-        vectors = vectors_of(opaque(ctx.wire.payload_bytes))
+        end = cutlass.min(row_slice.last * SEGMENT, vectors_of(opaque(ctx.wire.payload_bytes)))
         home = row_address(ctx.out.tokens, targets.row, ctx.wire.payload_bytes)
         shared_home = row_address(ctx.out.tokens, targets.shared_row, ctx.wire.payload_bytes)
-        rQ = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
+        rQ = cute.make_rmem_tensor((WORDS, LOADS_IN_FLIGHT), Uint32)
         alive = Boolean(True)
         base = row_slice.first
         while alive and base < row_slice.last:
-            count = own_vectors(base, row_slice.last, vectors, lane)
-            tMessage = lane_tile(self._message(ctx, source, row_slice), base * SEGMENT + lane, count)
-            poll = partial(self._poll_vectors, rQ, tMessage, count)
-            alive = self._wait_lamport(ctx, source, row_slice, poll)
+            first = base * SEGMENT + lane
+            tMessage = share(row_at(self._message(ctx, source, row_slice), end), first, LOADS_IN_FLIGHT)
+            alive = self._wait_lamport(ctx, source, row_slice, partial(self._poll, rQ, tMessage))
             if self._are_polled(ctx, source):
-                for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                    if turn < count:
-                        clear(tMessage[None, turn])
+                clear(tMessage)
             if (ctx.scales.words != 0) & self._are_polled(ctx, source) & (base + LOADS_IN_FLIGHT >= row_slice.last):
-                words = self._scale_count(ctx, row_slice) - lane
-                self._poll_scales(rWord, self._scale_tile(ctx, source, row_slice, 0), words, Uint32(0))
-            store = partial(self._store_vectors, rQ, count, base, lane)
+                poll(self._scale_share(ctx, source, row_slice, 0), rWord)
+            store = partial(self._store_vectors, rQ, first, end)
             self._to_each(home, shared_home, targets, store)
             base += LOADS_IN_FLIGHT
         return alive
@@ -158,34 +155,25 @@ class RowCopy:
                 left = without_lowest(left)
             store(target)
 
-    @cute.jit
-    def _store_vectors(self, rQ: cute.Tensor, count: Int32, first: Int32, lane: Int32, home: Int64) -> None:
-        """`count` vectors of a lane, from segment `first` on, to the row at `home`."""
-        tOut = lane_tile(home, first * SEGMENT + lane, count)
-        for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            if turn < count:
-                cute.copy(weak(), rQ[None, turn], tOut[None, turn])
+    def _store_vectors(self, rQ: cute.Tensor, first: Int32, end: Int32, home: Int64) -> None:
+        """A lane's vectors, from number `first` on, to the row at `home`, as far as vector `end`."""
+        move(plain, rQ, share(row_at(home, end), first, LOADS_IN_FLIGHT))
 
-    @cute.jit
-    def _poll_vectors(self, rQ: cute.Tensor, tMessage: cute.Tensor, count: Int32, flagged: Uint32) -> Uint32:
-        collided = Boolean(False)
-        for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            if turn < count:
-                poll(tMessage[None, turn], rQ[None, turn])
-                collided = collided | has_sentinel(rQ[None, turn])
-        return Uint32(collided) & ~flagged
+    def _poll(self, rX: cute.Tensor, tMessage: Share, flagged: Uint32) -> Uint32:
+        return Uint32(poll(tMessage, rX)) & ~flagged
 
-    def _scale_tile(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, base: Int32 | int) -> cute.Tensor:
+    def _scale_share(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, base: Int32 | int) -> Share:
         """The lane's scale words of a slice, from the slice's word `base` on."""
-        word = row_slice.first * ctx.wire.segment_words + ctx.lane + base
-        return lane_words(self._message(ctx, source, row_slice) + ctx.wire.scales_at, word, SCALES_IN_FLIGHT)
+        message = self._message(ctx, source, row_slice)
+        return self._words_of(ctx, message_scales(ctx.wire, message, self._scale_end(ctx, row_slice)), row_slice, base)
 
-    def _scale_count(self, ctx: DispatchContext, row_slice: RowSlice) -> Int32:
-        """Scale words of a slice."""
-        return (
-            cutlass.min(row_slice.last * ctx.wire.segment_words, ctx.scales.words)
-            - row_slice.first * ctx.wire.segment_words
-        )
+    def _words_of(self, ctx: DispatchContext, words: Row, row_slice: RowSlice, base: Int32 | int) -> Share:
+        """What the lane has of a slice's scale words, from the slice's word `base` on, in a row of words."""
+        return share(words, row_slice.first * ctx.wire.segment_words + ctx.lane + base, SCALES_IN_FLIGHT)
+
+    def _scale_end(self, ctx: DispatchContext, row_slice: RowSlice) -> Int32:
+        """The scale word of a row behind the last one of a slice."""
+        return cutlass.min(row_slice.last * ctx.wire.segment_words, ctx.scales.words)
 
     @cute.jit
     def _copy_scales(
@@ -193,59 +181,41 @@ class RowCopy:
     ) -> Boolean:
         """The words of the slice's segments, to all its rows or aside for `ScaleTiles`; rWord is what a poll of the
         first of them has seen. False after a timeout."""
-        count = self._scale_count(ctx, row_slice)
+        end = self._scale_end(ctx, row_slice)
+        count = end - row_slice.first * ctx.wire.segment_words
         alive = Boolean(True)
         base = Int32(0)
         while alive and base < count:
-            tScale = self._scale_tile(ctx, source, row_slice, base)
-            words = count - base - ctx.lane
+            tScale = self._scale_share(ctx, source, row_slice, base)
             missing = Boolean(base != 0)
             for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
-                missing = missing | ((32 * turn < words) & (rWord[turn] == Uint32(SENTINEL)))
+                missing = missing | (tScale.has(turn) & (rWord[turn] == Uint32(SENTINEL)))
             if self._is_own(ctx, source):
                 self._load_scales(ctx, row_slice, rWord, base)
             elif cute.arch.vote_any_sync(missing):
-                poll = partial(self._poll_scales, rWord, tScale, words)
-                alive = self._wait_lamport(ctx, source, row_slice, poll)
+                alive = self._wait_lamport(ctx, source, row_slice, partial(self._poll, rWord, tScale))
             if self._are_polled(ctx, source):
-                for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
-                    if 32 * turn < words:
-                        clear_word(place_of(tScale, turn))
-            word = row_slice.first * ctx.wire.segment_words + base + ctx.lane
+                clear(tScale)
             if self.tables.are_tiled():
                 kept = ctx.here(ctx.arena.staged_scales, opaque(source), opaque(row_slice.token))
                 if cutlass.const_expr(self.direct):
                     if ~is_lamport(self._tokens(source)):  # own: where a message would have them
-                        kept = ctx.here(ctx.arena.messages, ctx.epoch & 1, opaque(source), opaque(row_slice.token))
-                        kept += ctx.wire.scales_at
-                tKept = lane_words(kept, word, SCALES_IN_FLIGHT)
-                for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
-                    if 32 * turn < words:
-                        tKept[turn] = rWord[turn]
+                        message = ctx.here(ctx.arena.messages, ctx.epoch & 1, opaque(source), opaque(row_slice.token))
+                        kept = message_scales(ctx.wire, message, end).address
+                move(plain, rWord, self._words_of(ctx, words_at(kept, end), row_slice, base))
             else:
                 home = scale_row_address(ctx.scales, targets.scale_row)
                 shared_home = scale_row_address(ctx.scales, targets.shared_row)
-                store = partial(self._store_words, ctx, rWord, word, words)
+                store = partial(self._store_words, ctx, rWord, row_slice, end, base)
                 self._to_each(home, shared_home, targets, store)
             base += 32 * SCALES_IN_FLIGHT
         return alive
 
-    @cute.jit
-    def _store_words(self, ctx: DispatchContext, rWord: cute.Tensor, word: Int32, words: Int32, home: Int64) -> None:
-        """The words of `_poll_scales`, of which `word` is the first, to the scale row whose word 0 is at `home`."""
-        for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
-            if 32 * turn < words:
-                store_scale_column(ctx.scales, home, word + LANES * turn, rWord[turn])
-
-    @cute.jit
-    def _poll_scales(self, rWord: cute.Tensor, tScale: cute.Tensor, words: Int32, flagged: Uint32) -> Uint32:
-        """The lane's words; `words` words of the slice are left, from the first of these on."""
-        collided = Boolean(False)
-        for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
-            if 32 * turn < words:
-                rWord[turn] = poll_word(place_of(tScale, turn))
-                collided = collided | (rWord[turn] == Uint32(SENTINEL))
-        return Uint32(collided) & ~flagged
+    def _store_words(
+        self, ctx: DispatchContext, rWord: cute.Tensor, row_slice: RowSlice, end: Int32, base: Int32, home: Int64
+    ) -> None:
+        """The lane's words, as of `_words_of`, to the scale row whose word 0 is at `home`."""
+        move(plain, rWord, self._words_of(ctx, scale_row(ctx.scales, home, end), row_slice, base))
 
     @cute.jit
     def _load_scales(self, ctx: DispatchContext, row_slice: RowSlice, rWord: cute.Tensor, base: Int32) -> None:
@@ -254,20 +224,19 @@ class RowCopy:
             first = row_slice.first * ctx.wire.segment_words
             for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                 word = base + ctx.lane + LANES * turn
-                if word < self._scale_count(ctx, row_slice):
+                if first + word < self._scale_end(ctx, row_slice):
                     rWord[turn] = given_scale_word(ctx, row_slice.token, first + word)
 
     @cute.jit
     def _copy_row_scale(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, targets: Targets) -> Boolean:
-        at = self._message(ctx, source, row_slice) + ctx.wire.row_scale_at
-        rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
+        tScale = share(message_row_scale(ctx.wire, self._message(ctx, source, row_slice)), 0, 1)
+        rWord = cute.make_rmem_tensor((1, 1), Uint32)
         alive = Boolean(True)
         if self._is_own(ctx, source):
             if cutlass.const_expr(self.direct):
                 rWord[0] = given_row_scale(ctx, row_slice.token)
         else:
-            poll = partial(self._poll_scales, rWord, lane_words(at, 0, 1), Int32(1))
-            alive = self._wait_lamport(ctx, source, row_slice, poll)
+            alive = self._wait_lamport(ctx, source, row_slice, partial(self._poll, rWord, tScale))
         scale = Uint16(rWord[0])
         gRowScale = array(ctx.out.row_scales, Uint16, ctx.out.capacity)
         if targets.row >= 0:
@@ -276,5 +245,5 @@ class RowCopy:
             if targets.shared_row >= 0:
                 gRowScale[targets.shared_row] = scale
             if self._are_polled(ctx, source):
-                clear_word(pointer(at, Uint32))
+                clear(tScale)
         return alive

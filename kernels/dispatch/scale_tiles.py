@@ -18,21 +18,21 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Uint32
 
 from cute_ep.kernels.device.arith import opaque
-from cute_ep.kernels.device.atoms import WORDS, weak
+from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import DispatchContext
 from cute_ep.kernels.device.divide import quotient, remainder
 from cute_ep.kernels.device.lamport import is_lamport
-from cute_ep.kernels.device.memory import array, vector
+from cute_ep.kernels.device.memory import WORDS, array, row_address, row_at, share, vectors_at
 from cute_ep.kernels.device.scale_rows import scale_row_address
 from cute_ep.kernels.device.slices import first_item, from_lane, item_stride
 from cute_ep.kernels.dispatch.row_tables import Tables
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
-from cute_ep.layouts.maps.scales import ATOM_ROWS, LANE_ROWS, WORD_BYTES, tile_row
+from cute_ep.layouts.maps.scales import ATOM_ROWS, LANE_ROWS, tile_row
 
 WARP_COLUMNS = WORDS * WORDS
 """Word columns that a warp takes: 64 bytes of a row, four lanes."""
@@ -85,26 +85,23 @@ class ScaleTiles:
         lane = opaque(ctx.lane)
         place = column + remainder(lane, WORDS) * WORDS
         # no load depends on a condition: then all are on their way at once
-        inside = cutlass.min(place, quotient(ctx.scales.words - 1, WORDS) * WORDS) * WORD_BYTES
+        inside = cutlass.min(quotient(place, WORDS), quotient(ctx.scales.words - 1, WORDS))
         rX = cute.make_rmem_tensor((WORDS, LANE_ROWS), Uint32)
-        rLine = cute.make_rmem_tensor(LANE_ROWS, Uint32)
+        rLine = cute.make_rmem_tensor((LANE_ROWS, WORDS), Uint32)
         for turn in cutlass.range_constexpr(TURNS):
             for part in cutlass.range_constexpr(LANE_ROWS):
                 where = self._from_finder(rWhere, lane, turn, part)
-                source = ctx.base + Int64(where) * VECTOR_BYTES + inside
-                cute.copy(weak(), vector(source), rX[None, part])
+                move(plain, vectors_at(row_address(ctx.base, where, VECTOR_BYTES), inside), [rX[None, part]])
             for part in cutlass.range_constexpr(LANE_ROWS):
                 if self._from_finder(rWhere, lane, turn, part) == Uint32(0):
                     rX[None, part].fill(0)
             row = self._row(ctx, first_line + turn * SIDE_BY_SIDE + quotient(lane, WORDS), 0)
             if row < rows:
-                line = scale_row_address(ctx.scales, row, place)
                 for word in cutlass.range_constexpr(WORDS):
-                    if place + word < ctx.scales.words:
-                        for part in cutlass.range_constexpr(LANE_ROWS):
-                            rLine[part] = rX[word, part]
-                        cute.copy(weak(), rLine, vector(line))
-                    line += Int64(ctx.scales.step) * WORD_BYTES
+                    for part in cutlass.range_constexpr(LANE_ROWS):
+                        rLine[part, word] = rX[word, part]
+                gLine = row_at(scale_row_address(ctx.scales, row, place), ctx.scales.words - place, ctx.scales.step)
+                move(plain, rLine, share(gLine, 0, WORDS, 1))
 
     def _from_finder(self, rWhere: cute.Tensor, lane: Int32, turn: int, part: int) -> Uint32:
         """Where the row of a lane's turn and part is, from the lane that found it."""

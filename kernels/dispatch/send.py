@@ -18,18 +18,17 @@ from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import State, join_scale_word, word_lanes
 from cute_ep.kernels.codec.payload import Payload
 from cute_ep.kernels.device.arith import opaque, unit_amax
-from cute_ep.kernels.device.atoms import send, send_word
+from cute_ep.kernels.device.atoms import has_sentinel, move, plain, send, word_of
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import DispatchContext, given_id, owns_shared
 from cute_ep.kernels.device.divide import quotient, remainder
-from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport
-from cute_ep.kernels.device.memory import lane_tile, lane_words, pointer, vector
+from cute_ep.kernels.device.lamport import is_lamport, region_of
+from cute_ep.kernels.device.memory import WORDS, pointer, row_at, share
 from cute_ep.kernels.device.slices import (
     SEGMENT,
     RowSlice,
     has_bit,
     item_of,
-    own_vectors,
     segments_of,
     slice_of,
     static_first,
@@ -39,13 +38,14 @@ from cute_ep.kernels.device.slices import (
 )
 from cute_ep.kernels.device.sync import signal, take_ticket
 from cute_ep.kernels.dispatch.given_rows import given_row_scale, given_scale_word
+from cute_ep.kernels.dispatch.message import message_row_scale, message_scales, scale_vectors
 from cute_ep.kernels.dispatch.prefetch import Prefetch
 from cute_ep.kernels.hooks import InputScale
 from cute_ep.layouts.maps.arena import CHUNK, SENTINEL, StateWord, chunk_of
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import MASKED_ENTRY
-from cute_ep.layouts.maps.scales import WORD_BYTES, scale_words
+from cute_ep.layouts.maps.scales import scale_words
 
 STAGED_SEGMENTS = 8
 """Segments whose scale words a warp collects before it stores them: at most one 16-byte vector a lane."""
@@ -90,7 +90,7 @@ class DispatchSend:
                 if cutlass.const_expr(self.codec.fmt.row_scale):
                     scale = self.codec.row_scale(self._row_maximum(ctx, row_slice.token, units, lane))
                 regions = ctx.arena.lamport_messages, ctx.arena.messages
-                message = home_of(is_lamport(ctx.input.tokens), *regions, ctx.epoch & 1, ctx.rank, row_slice.token)
+                message = region_of(is_lamport(ctx.input.tokens), *regions).at(ctx.epoch & 1, ctx.rank, row_slice.token)
                 collided, stage = self._push(ctx, message, row_slice, units, given, scale, stage, following)
                 mask = self._destinations(ctx, row_slice.token, given)
                 if cutlass.const_expr(self.codec.fmt.row_scale):
@@ -166,7 +166,7 @@ class DispatchSend:
     @cute.jit
     def _row_maximum(self, ctx: DispatchContext, token: Int32, units: Int32, lane: Int32) -> Float32:
         """Largest magnitude of a token's row, in every lane."""
-        rX = cute.make_rmem_tensor(4 * self.prefetch.vectors, Uint32)
+        rX = cute.make_rmem_tensor((WORDS, self.prefetch.vectors), Uint32)
         maximum = Float32(0.0)
         for segment in cutlass.range(segments_of(units), unroll=1):
             self.prefetch.load(ctx, token, segment * SEGMENT + lane, rX)
@@ -189,8 +189,8 @@ class DispatchSend:
         SENTINEL word, and the stage of the next item's first tile."""
         collided = Boolean(False)
         state = self.codec.state(scale)
-        rX = cute.make_rmem_tensor(4 * self.prefetch.vectors, Uint32)
-        rQ = cute.make_rmem_tensor((4, self.prefetch.units * self.payload.turns), Uint32)
+        rX = cute.make_rmem_tensor((WORDS, self.prefetch.vectors), Uint32)
+        rQ = cute.make_rmem_tensor((WORDS, self.prefetch.units * self.payload.turns), Uint32)
         for start in cutlass.range(row_slice.first, row_slice.last, STAGED_SEGMENTS, unroll=1):
             end = cutlass.min(start + STAGED_SEGMENTS, row_slice.last)
             for base in cutlass.range(start, end, self.prefetch.units, unroll=1):
@@ -206,17 +206,17 @@ class DispatchSend:
                 stage = stage ^ 1
                 # `opaque`: what follows from the id must not be computed, and waited for, before the loads
                 mask = self._destinations(ctx, row_slice.token, opaque(given))
-                self._send_vectors(ctx, message, rQ, base, self._own_vectors(ctx, base, end, units), mask)
+                self._send_vectors(ctx, message, rQ, base, self._vectors(ctx, base, end, units), mask)
             if cutlass.const_expr(self.scale_words > 0):
                 mask = self._destinations(ctx, row_slice.token, given)
                 collided = collided | self._push_scales(ctx, message, start, end, mask)
         return collided, stage
 
-    def _own_vectors(self, ctx: DispatchContext, base: Int32, end: Int32, units: Int32) -> Int32:
-        """Vectors of the lane in segments base .. end - 1 of a row."""
+    def _vectors(self, ctx: DispatchContext, base: Int32, end: Int32, units: Int32) -> Int32:
+        """Vectors of a row before its segment `end`, as far as what is encoded from segment `base` on goes."""
         if self.payload.whole:
-            return own_vectors(base, end, units, ctx.lane)
-        return self.payload.own_vectors(ctx.lane, vectors_of(ctx.wire.payload_bytes) - base * self.payload.vectors)
+            return cutlass.min(end * SEGMENT, units)
+        return cutlass.min((base + 1) * self.payload.vectors, vectors_of(ctx.wire.payload_bytes))
 
     @cute.jit
     def _encode(
@@ -248,45 +248,38 @@ class DispatchSend:
             collided = collided | has_sentinel(rQ[None, turn + part])
         return collided
 
-    def _place(self, message: Int64, base: Int32, lane: Int32) -> cute.Tensor:
-        """The lane's vectors of a message, from segment `base` on."""
-        return lane_tile(message, base * self.payload.vectors + lane, self.prefetch.units * self.payload.turns)
-
     @cute.jit
     def _send_vectors(
-        self, ctx: DispatchContext, message: Int64, rQ: cute.Tensor, base: Int32, count: Int32, mask: Uint32
+        self, ctx: DispatchContext, message: Int64, rQ: cute.Tensor, base: Int32, vectors: Int32, mask: Uint32
     ) -> None:
-        """The lane's first `count` vectors from segment `base` on to each destination. Warps and ranks start with
-        different ones, or all would use the same link at once: 4096 BF16 tokens then take 471 us, so 468
-        (4 x H200)."""
+        """The lane's vectors from segment `base` on, of the message's first `vectors`, to each destination. Warps and
+        ranks start with different ones, or all would use the same link at once: 4096 BF16 tokens then take 471 us, so
+        468 (4 x H200)."""
         peer, _ = ctx.by_ranks.split(ctx.rank + ctx.cta + ctx.warp)
         for _ in cutlass.range(ctx.ranks, unroll=1):
             peer += 1
             if peer == ctx.ranks:
                 peer = Int32(0)
             if has_bit(mask, peer):
-                tMessage = self._place(ctx.at_peer(peer, message), base, ctx.lane)
-                for turn in cutlass.range_constexpr(self.prefetch.units * self.payload.turns):
-                    if turn < count:
-                        send(rQ[None, turn], tMessage[None, turn])
+                gMessage = row_at(ctx.at_peer(peer, message), vectors)
+                move(send, rQ, share(gMessage, base * self.payload.vectors + ctx.lane, cute.size(rQ, mode=[1])))
 
     @cute.jit
     def _push_scales(self, ctx: DispatchContext, message: Int64, start: Int32, end: Int32, mask: Uint32) -> Boolean:
         """Store the staged scale words of segments start .. end - 1, four a lane."""
         lane, warp = ctx.lane, ctx.warp
         sStaged = shared_array(self.staged, Uint32)
-        rWord = cute.make_rmem_tensor(4, Uint32)
-        collided = Boolean(False)
+        rWord = cute.make_rmem_tensor((WORDS, 1), Uint32)
+        rWord.fill(0)
         cute.arch.sync_warp()
-        words = scale_words(ctx.wire.scale_bytes) - start * self.scale_words  # to the end of the row
-        if 4 * lane < cutlass.min((end - start) * self.scale_words, words):
-            sVector = cute.local_tile(sStaged[warp, None], (4,), (lane,))
-            cute.autovec_copy(sVector, rWord)
-            collided = has_sentinel(rWord)
-            scales = message + Int64(ctx.wire.scales_at) + Int64(start) * (self.scale_words * WORD_BYTES)
+        words = cutlass.min(end * self.scale_words, scale_words(ctx.wire.scale_bytes))
+        if start * self.scale_words + WORDS * lane < words:
+            move(plain, [cute.local_tile(sStaged[warp, None], (WORDS,), (lane,))], rWord)
+            first = quotient(start * self.scale_words, WORDS) + lane
             for peer in cutlass.range(ctx.ranks, unroll=1):
                 if has_bit(mask, peer):
-                    send(rWord, vector(ctx.at_peer(peer, scales), lane))
+                    move(send, rWord, share(scale_vectors(ctx.wire, ctx.at_peer(peer, message), words), first, 1))
+        collided = has_sentinel(rWord[None, 0])
         cute.arch.sync_warp()
         return collided
 
@@ -295,21 +288,21 @@ class DispatchSend:
         """Store a token's own scale (the lower half of a word) at each destination, lane r for rank r."""
         lane = ctx.lane
         if has_bit(mask, lane):
-            send_word(value, pointer(ctx.at_peer(lane, message) + ctx.wire.row_scale_at, Uint32))
+            move(send, word_of(value), share(message_row_scale(ctx.wire, ctx.at_peer(lane, message)), 0, 1))
 
     @cute.jit
     def _push_given_scales(self, ctx: DispatchContext, message: Int64, row_slice: RowSlice, mask: Uint32) -> Boolean:
         """Rows that came quantised: the caller's scale factors, [T, scale bytes], and row scales, [T] bfloat16."""
         collided = Boolean(False)
         lane = ctx.lane
-        at = message + ctx.wire.scales_at
         end = cutlass.min(row_slice.last * ctx.wire.segment_words, scale_words(ctx.wire.scale_bytes))
         for word in cutlass.range(row_slice.first * ctx.wire.segment_words + lane, end, 32, unroll=1):
             bits = given_scale_word(ctx, row_slice.token, word)
             collided = collided | (bits == Uint32(SENTINEL))
             for peer in cutlass.range(ctx.ranks, unroll=1):
                 if has_bit(mask, peer):
-                    send_word(bits, lane_words(ctx.at_peer(peer, at), word, 1).iterator)
+                    gScale = message_scales(ctx.wire, ctx.at_peer(peer, message), end)
+                    move(send, word_of(bits), share(gScale, word, 1))
         if (ctx.wire.row_scale_bytes != 0) & (row_slice.first == 0):
             self._push_row_scale(ctx, message, mask, given_row_scale(ctx, row_slice.token))
         return collided

@@ -8,6 +8,7 @@ from cutlass import Int32, Int64
 
 from cute_ep.kernels.device.block import block_memcpy, launch_config
 from cute_ep.kernels.device.divide import quotient
+from cute_ep.kernels.device.memory import row_address
 from cute_ep.layouts.maps.launch import PIECE_BYTES
 from cute_ep.layouts.maps.local_arguments import CopyArgs
 
@@ -26,6 +27,6 @@ class Copy:
         tid = cute.arch.thread_idx()[0]
         pieces = Int32(quotient(args.num_bytes + PIECE_BYTES - 1, PIECE_BYTES))
         for index in cutlass.range(cute.arch.block_idx()[0], pieces, cute.arch.grid_dim()[0]):
-            offset = Int64(index) * PIECE_BYTES
-            count = cutlass.min(args.num_bytes - offset, Int64(PIECE_BYTES))
-            block_memcpy(args.destination + offset, args.source + offset, count, tid)
+            count = cutlass.min(args.num_bytes - Int64(index) * PIECE_BYTES, Int64(PIECE_BYTES))
+            to, source = (row_address(data, index, PIECE_BYTES) for data in (args.destination, args.source))
+            block_memcpy(to, source, count, tid)

@@ -20,10 +20,10 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, round_vector
-from cute_ep.kernels.device.atoms import weak
+from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, launch_config
 from cute_ep.kernels.device.divide import Divisor, quotient, remainder
-from cute_ep.kernels.device.memory import array, row_address, vector
+from cute_ep.kernels.device.memory import WORDS, array, row_address, row_at, share
 from cute_ep.kernels.device.slices import (
     SEGMENT,
     RowSlice,
@@ -83,22 +83,20 @@ class SumRows:
             segment += 1
 
     @cute.jit
-    def _sum_segment(self, args: SumArgs, column: Int32, row: Int32, wanted: Uint32, to: Int32) -> None:
-        """One vector a lane of the sum of the rows of the lanes in `wanted`, into row `to`. LOADS_IN_FLIGHT loads go
+    def _sum_segment(self, args: SumArgs, column: Int32, own: Int32, wanted: Uint32, to: Int32) -> None:
+        """One vector a lane of the sum of rows `own` of the lanes in `wanted`, into row `to`. LOADS_IN_FLIGHT loads go
         before the first use."""
         row_bytes = Int64(args.vectors) * VECTOR_BYTES
-        rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
+        rX = cute.make_rmem_tensor((WORDS, 1, LOADS_IN_FLIGHT), Uint32)
         rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
         rSum.fill(0.0)
 
-        @cute.jit
-        def load(k: Int32, turn: cutlass.Constexpr) -> None:
-            found = from_lane(row, k)
-            rX[None, turn].fill(LOST)
-            if (column < args.vectors) & (found < args.capacity):
-                cute.copy(weak(), vector(row_address(args.rows, found, row_bytes), column), rX[None, turn])
+        def load(k: Int32, turn: int) -> None:
+            found = from_lane(own, k)
+            gRow = row_at(row_address(args.rows, found, row_bytes), args.vectors)
+            tRow = share(gRow, column, 1, there=found < args.capacity)
+            move(plain, tRow, rX[None, None, turn], outside=LOST)
 
-        take_each(wanted, LOADS_IN_FLIGHT, load, lambda k, turn: accumulate(rSum, rX[None, turn], None))
-        if column < args.vectors:
-            round_vector(rSum, rX[None, 0], BFloat16)
-            cute.copy(weak(), rX[None, 0], vector(row_address(args.sums, to, row_bytes), column))
+        take_each(wanted, LOADS_IN_FLIGHT, load, lambda k, turn: accumulate(rSum, rX[None, 0, turn], None))
+        round_vector(rSum, rX[None, 0, 0], BFloat16)
+        move(plain, rX[None, None, 0], share(row_at(row_address(args.sums, to, row_bytes), args.vectors), column, 1))

@@ -28,10 +28,10 @@ from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import State, join_scale_word, source_vectors, word_lanes
 from cute_ep.kernels.codec.payload import Payload
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, unit_amax
-from cute_ep.kernels.device.atoms import WORDS, weak
-from cute_ep.kernels.device.block import launch_config, shared_array, swizzled
+from cute_ep.kernels.device.atoms import move, plain
+from cute_ep.kernels.device.block import launch_config, shared_array, swizzled_vectors
 from cute_ep.kernels.device.divide import quotient, remainder, round_up
-from cute_ep.kernels.device.memory import array, item_coord, lane_tile, pointer, row_address, rows
+from cute_ep.kernels.device.memory import WORDS, array, item_coord, row_address, row_at, share
 from cute_ep.kernels.device.scale_rows import store_scale_word, zero_scale_rows
 from cute_ep.kernels.device.slices import first_item, item_stride
 from cute_ep.kernels.local.gates import NO_BIAS, gated, swiglu
@@ -52,11 +52,6 @@ TILE_BYTES = TILE_VECTORS * VECTOR_BYTES
 INTERLEAVED = "swiglu_interleaved"
 ZERO_PARTS = 4
 """Parts, a warp each, into which the zeroing of one group's scale padding is cut: few groups keep many CTAs busy."""
-
-
-def _words(vectors: Int32 | Int64 | int) -> Int32 | Int64 | int:
-    """The words of some vectors, as a stride that keeps vectors aligned."""
-    return vectors * WORDS if isinstance(vectors, int) else cute.assume(vectors * WORDS, divby=WORDS)
 
 
 class Rows:
@@ -135,7 +130,7 @@ class Rows:
             bias = self._bias(args, tile, row, lane)
             for turn in cutlass.range_constexpr(LANE_VECTORS):
                 rValue = self._values(args, rX[None, None, turn], bias, left, turn)
-                cute.copy(weak(), rValue, sValue[swizzled(turn * 32 + lane), None])
+                move(plain, [rValue], swizzled_vectors(sValue, turn * 32 + lane, 1, 1))
                 if cutlass.const_expr(turn + self.ahead < LANE_VECTORS):
                     self._load(args, source, left, rX, turn + self.ahead)
                 else:
@@ -165,7 +160,7 @@ class Rows:
         """Where a row of x or of the bias has the first source of a value vector."""
         columns, step, _ = self._row(args)
         vectors = quotient(args.width, VECTOR_ELEMENTS)
-        return start + (Int64(row) * (vectors * columns) + place * step) * VECTOR_BYTES
+        return row_address(start, Int64(row) * (vectors * columns) + place * step, VECTOR_BYTES)
 
     def _row(self, args: RowsArgs) -> tuple[Int32 | int, Int32 | int, Int64 | int]:
         """(sources of a value vector, step, behind) of a row, in vectors: `step` leads from the first source of a value
@@ -182,15 +177,12 @@ class Rows:
     def _load(self, args: RowsArgs, source: Int64, left: Int32, rX: cute.Tensor, turn: cutlass.Constexpr) -> None:
         """The source vectors of one turn, zeros beyond the end of the row."""
         columns, step, behind = self._row(args)
-        stride = (1, _words(behind), _words(32 * step))
-        layout = cute.make_layout((4, self.sources, LANE_VECTORS), stride=stride)
-        gX = cute.make_tensor(pointer(source, Uint32, align=VECTOR_BYTES), layout)
-        rX[None, None, turn].fill(0)
-        if left > 32 * turn:
-            cute.copy(weak(), gX[None, 0, turn], rX[None, 0, turn])
-            if cutlass.const_expr(self.sources == 2):
-                if columns == 2:
-                    cute.copy(weak(), gX[None, 1, turn], rX[None, 1, turn])
+        for half in cutlass.range_constexpr(self.sources):
+            inside = left
+            if cutlass.const_expr(half == 1 and self.any_gate):
+                inside = cutlass.select_(columns == 2, left, Int32(0))
+            gX = row_at(row_address(source, half, behind * VECTOR_BYTES), inside, step * WORDS)
+            move(plain, share(gX, 0, LANE_VECTORS), rX[None, half, None], outside=0, turns=[turn])
 
     @cute.jit
     def _bias(self, args: RowsArgs, tile: Int32, row: Int32, lane: Int32) -> Int64:
@@ -221,45 +213,39 @@ class Rows:
 
     @cute.jit
     def _encode(
-        self, args: RowsArgs, sValue: cute.Tensor, tile: Int32, row: Int32, scale_row: Int32, lane: Int32, state: State
+        self,
+        args: RowsArgs,
+        sValue: cute.Tensor,
+        tile: Int32,
+        number: Int32,
+        scale_row: Int32,
+        lane: Int32,
+        state: State,
     ) -> None:
-        """Lane l encodes unit l of each segment, 32 units, of the tile."""
+        """Lane l encodes unit l of each segment, 32 units, of the tile, of row `number`."""
         units = quotient(args.width, VECTOR_ELEMENTS * self.unit_vectors)
         first = tile * (32 * self.segments) + lane
-        gOut = rows(args.out + (Int64(row) * units + first) * VECTOR_BYTES, 32 * self.segments, 1)
-        rX = cute.make_rmem_tensor(4 * self.unit_vectors, Uint32)
-        rQ = cute.make_rmem_tensor(self.payload.words, Uint32)
+        vectors = units if self.payload.whole else quotient(units * self.payload.vectors, 32)
+        out = row_address(args.out, number, vectors * VECTOR_BYTES)
+        rX = cute.make_rmem_tensor((WORDS, self.unit_vectors), Uint32)
+        rUnit = cute.make_rmem_tensor(self.payload.words, Uint32)
+        rQ = cute.make_rmem_tensor((WORDS, self.payload.turns), Uint32)
         for segment in cutlass.range_constexpr(self.segments):
-            for part in cutlass.range_constexpr(self.unit_vectors):
-                vector = (segment * 32 + lane) * self.unit_vectors + part
-                cute.copy(weak(), sValue[swizzled(vector), None], cute.local_tile(rX, (4,), (part,)))
-            bits = self.codec.encode(rX, rQ, state)
+            sUnit = swizzled_vectors(sValue, (segment * 32 + lane) * self.unit_vectors, self.unit_vectors, 1)
+            move(plain, sUnit, rX)
+            bits = self.codec.encode(rX, rUnit, state)
             unit = first + segment * 32
-            if cutlass.const_expr(not self.payload.whole):
-                self._store_vectors(args, rQ, tile * self.segments + segment, row, units, lane)
-            if unit < units:
-                if cutlass.const_expr(self.payload.whole):
-                    cute.copy(weak(), rQ, gOut[None, segment * 32, 0])
+            if cutlass.const_expr(self.payload.whole):
+                move(plain, [rUnit] * self.segments, share(row_at(out, units), first, self.segments), turns=[segment])
             else:
+                self.payload.exchange(quotient(cute.arch.thread_idx()[0], 32), lane, rUnit, rQ)
+                start = (tile * self.segments + segment) * self.payload.vectors
+                end = cutlass.min(start + self.payload.vectors, vectors)
+                move(plain, rQ, share(row_at(out, end), start + lane, self.payload.turns))
+            if unit >= units:
                 bits = Uint32(0)
             if cutlass.const_expr(self.fmt.scale is not None):
                 self._store_scale_word(args, bits, scale_row, unit, unit < units)
-
-    @cute.jit
-    def _store_vectors(
-        self, args: RowsArgs, rUnit: cute.Tensor, segment: Int32, row: Int32, units: Int32, lane: Int32
-    ) -> None:
-        """The payload of 32 units of a row, where a unit is more than a vector."""
-        warp = quotient(cute.arch.thread_idx()[0], 32)
-        rQ = cute.make_rmem_tensor((4, self.payload.turns), Uint32)
-        self.payload.exchange(warp, lane, rUnit, rQ)
-        row_vectors = quotient(units * self.payload.vectors, 32)
-        first = segment * self.payload.vectors
-        count = self.payload.own_vectors(lane, row_vectors - first)
-        tOut = lane_tile(row_address(args.out, row, row_vectors * VECTOR_BYTES), first + lane, count)
-        for turn in cutlass.range_constexpr(self.payload.turns):
-            if turn < count:
-                cute.copy(weak(), rQ[None, turn], tOut[None, turn])
 
     @cute.jit
     def _store_scale_word(self, args: RowsArgs, bits: Uint32, scale_row: Int32, unit: Int32, inside: Boolean) -> None:
@@ -287,7 +273,7 @@ class Rows:
         for done in cutlass.range(tiles, unroll=1):
             tile = tiles - 1 - done
             for turn in cutlass.range_constexpr(LANE_VECTORS):
-                self._load(args, source + tile * TILE_BYTES, left - tile * TILE_VECTORS, rX, turn)
+                self._load(args, row_address(source, tile, TILE_BYTES), left - tile * TILE_VECTORS, rX, turn)
             amax = cute.arch.fmax(amax, unit_amax(rX, 4 * LANE_VECTORS))
         scale = self.codec.row_scale(cute.arch.warp_reduction_max(amax))
         if lane == 0:

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.device.block import launch_config
-from cute_ep.kernels.device.memory import item_coord, pointer
+from cute_ep.kernels.device.memory import array, item_coord, pointer, row_address
 from cute_ep.kernels.device.sync import Awaited, block_all, report, wait_signal
 from cute_ep.kernels.mail.place import Place, open_channel
 from cute_ep.layouts.maps.arena import LL_BYTES
@@ -41,7 +41,7 @@ class AwaitMail:
             place.tell(1, epoch)
         piece, node = item_coord(place.tid, WORDS_OF_NODE)
         if (node < args.group.nodes) & (node != args.group.node) & (((args.pieces >> piece) & 1) != 0):
-            word = args.group.arrived + Int64(node * len(Piece) + piece) * LL_BYTES
+            word = row_address(args.group.arrived, node * len(Piece) + piece, LL_BYTES)
             alive = wait_signal(place.wait_context, word, epoch, Awaited(node, self.phase, piece))
         alive = block_all(alive)
         alive = block_all(self._are_of(args, place, epoch, alive))
@@ -53,7 +53,7 @@ class AwaitMail:
         """Whether the mail of the thread's node is of this round, has frames of as many rows, and is of this batch."""
         node = place.tid
         if alive & (node < args.group.nodes) & (node != args.group.node):
-            header = args.headers + Int64(node) * args.pitch + (epoch & 1) * args.turn
+            header = row_address(row_address(args.headers, node, args.pitch), epoch & 1, args.turn)
             seen, frame = (self._word(header, word) for word in (MailHeader.ROUND, MailHeader.FRAME))
             if seen != Int32(epoch):
                 report(place.wait_context, Awaited(node, self.phase, Int32(len(Piece))), epoch, seen)
@@ -69,4 +69,5 @@ class AwaitMail:
         return alive
 
     def _word(self, header: Int64, word: MailHeader) -> Int32:
-        return cute.arch.load(pointer(header + 4 * int(word), Int32), Int32, sem="relaxed", scope="sys")
+        place = array(header, Int32, len(MailHeader)).iterator + int(word)
+        return cute.arch.load(place, Int32, sem="relaxed", scope="sys")

@@ -23,10 +23,10 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint16
 
 from cute_ep.kernels.device.block import copy_vectors, launch_config
 from cute_ep.kernels.device.context import given_id, is_beyond
-from cute_ep.kernels.device.memory import LANES, array, row_address
+from cute_ep.kernels.device.memory import LANES, array, part_at, row_address
 from cute_ep.kernels.device.slices import first_item, item_stride
 from cute_ep.kernels.device.sync import Awaited, report
-from cute_ep.kernels.mail.place import Place, open_channel, row_offset
+from cute_ep.kernels.mail.place import Place, open_channel
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.mail import HEADER_BYTES, RoundWord
@@ -58,11 +58,14 @@ class PackFrame:
         ctas = cute.arch.grid_dim()[0]
         gScale = array(args.scales, Uint8, args.tokens, args.scales_pitch)
         gScaleOut = array(args.scales_out, Uint8, args.tokens, args.scale_bytes)
-        gOwn, gOwnOut = (array(at, Uint16, args.tokens) for at in (args.row_scales, args.routes + args.row_scales_at))
+        gOwn, gOwnOut = (
+            array(at, Uint16, args.tokens) for at in (args.row_scales, part_at(args.routes, args.row_scales_at))
+        )
         first = first_item(cute.arch.block_idx()[0], ctas, place.warp)
         for token in cutlass.range(first, args.tokens, item_stride(ctas), unroll=1):
             to = row_address(args.payload, token, args.vectors * VECTOR_BYTES)
-            copy_vectors(to, args.x + row_offset(token, args.x_vectors), args.vectors, place.lane, LANES)
+            source = row_address(args.x, token, Int64(args.x_vectors) * VECTOR_BYTES)
+            copy_vectors(to, source, args.vectors, place.lane, LANES)
             for byte in cutlass.range(place.lane, args.scale_bytes, LANES, unroll=1):
                 gScaleOut[token, byte] = gScale[token, byte]
             if (args.row_scales != 0) & (place.lane == 0):
@@ -71,8 +74,8 @@ class PackFrame:
     @cute.jit
     def _write_entries(self, args: PackFrameArgs, place: Place) -> None:
         entries, given = args.frame * args.top_k, args.tokens * args.top_k
-        gId, gWeight = array(args.routes + HEADER_BYTES, Int32, entries), array(args.weights, Float32, given)
-        gOut = array(args.routes + args.weights_at, Float32, entries)
+        gId, gWeight = array(part_at(args.routes, HEADER_BYTES), Int32, entries), array(args.weights, Float32, given)
+        gOut = array(part_at(args.routes, args.weights_at), Float32, entries)
         start = cute.arch.block_idx()[0] * THREADS + place.tid
         for index in cutlass.range(start, entries, cute.arch.grid_dim()[0] * THREADS, unroll=1):
             expert, weight = Int32(MASKED_ENTRY), Float32(1.0)

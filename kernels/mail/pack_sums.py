@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 
 from cute_ep.kernels.device.block import copy_vectors, launch_config
-from cute_ep.kernels.device.memory import LANES, row_address
+from cute_ep.kernels.device.memory import LANES, part_at, row_address
 from cute_ep.kernels.device.slices import first_item, item_stride
 from cute_ep.kernels.mail.place import open_channel
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
@@ -38,12 +38,12 @@ class PackSums:
         place = open_channel(args.group)
         epoch = place.rounds(RoundWord.SENT) + 1
         alive = place.wait_free(epoch - PARITIES, Phase.SUMS_READ)
-        out = args.out + (epoch & 1) * args.turn
+        out = row_address(args.out, epoch & 1, args.turn)
         ctas, row_bytes = cute.arch.grid_dim()[0], args.vectors * VECTOR_BYTES
         first = first_item(cute.arch.block_idx()[0], ctas, place.warp)
         for node in cutlass.range(args.group.nodes, unroll=1):
             if alive & (node != args.group.node):
-                to = out + Int64(node) * args.pitch + HEADER_BYTES
+                to = part_at(row_address(out, node, args.pitch), HEADER_BYTES)
                 source = row_address(args.sums, node * args.frame, row_bytes)
                 for token in cutlass.range(first, args.frame, item_stride(ctas), unroll=1):
                     at = row_address(to, token, row_bytes)

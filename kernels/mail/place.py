@@ -9,10 +9,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.device.divide import quotient, remainder
-from cute_ep.kernels.device.memory import array, pointer
+from cute_ep.kernels.device.memory import array, pointer, row_address
 from cute_ep.kernels.device.sync import Awaited, WaitContext, block_all, count_exit, not_aborted, wait_signal
 from cute_ep.layouts.maps.arena import LL_BYTES
-from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.mail import MailHeader, RoundWord
 from cute_ep.layouts.maps.mail_arguments import MailGroup
 from cute_ep.layouts.maps.routing import Phase
@@ -46,7 +45,7 @@ class Place:
 
     def round_word(self, word: RoundWord) -> Int64:
         """Address of one of the channel's round words."""
-        return self.group.rounds + LL_BYTES * int(word)
+        return row_address(self.group.rounds, int(word), LL_BYTES)
 
     def rounds(self, word: RoundWord) -> Int64:
         """How many rounds are counted in a word: the launch before has ended."""
@@ -69,7 +68,7 @@ class Place:
         alive = self.not_aborted()
         tid, group = self.tid, self.group
         if (tid < group.nodes) & (tid != group.node):
-            word = group.free + Int64(tid) * LL_BYTES
+            word = row_address(group.free, tid, LL_BYTES)
             alive = wait_signal(self.wait_context, word, epoch, Awaited(tid, phase, Int32(0)))
         return block_all(alive)
 
@@ -83,7 +82,7 @@ class Place:
         if last & complete & self.not_aborted():
             count = cutlass.select_(pitch == Int64(0), Int32(1), self.group.nodes)
             for node in cutlass.range(count, unroll=1):
-                gHeader = array(headers + Int64(node) * pitch, Int32, len(MailHeader))
+                gHeader = array(row_address(headers, node, pitch), Int32, len(MailHeader))
                 gHeader[int(MailHeader.FRAME)] = frame
                 gHeader[int(MailHeader.BATCH)] = self.batch()
                 gHeader[int(MailHeader.ROUND)] = Int32(epoch)
@@ -94,12 +93,9 @@ class Place:
     def tell(self, word: cutlass.Constexpr[int], epoch: Int64) -> None:
         """Tell the host, if it asks, which round was packed last (word 0) or exchanged last (1)."""
         if self.group.progress != 0:
-            cute.arch.store(pointer(self.group.progress + LL_BYTES * word, Int64), epoch, sem="relaxed", scope="sys")
-
-
-def row_offset(row: Int32, pitch: Int32) -> Int64:
-    """Bytes before a row, of rows `pitch` vectors apart, which may be gigabytes."""
-    return Int64(row) * (Int64(pitch) * VECTOR_BYTES)
+            cute.arch.store(
+                pointer(row_address(self.group.progress, word, LL_BYTES), Int64), epoch, sem="relaxed", scope="sys"
+            )
 
 
 @cute.jit

@@ -16,7 +16,7 @@ from cutlass import Int32, Int64, Uint8
 
 from cute_ep.kernels.device.block import copy_vectors, launch_config
 from cute_ep.kernels.device.divide import quotient
-from cute_ep.kernels.device.memory import array
+from cute_ep.kernels.device.memory import array, part_at, row_address
 from cute_ep.kernels.mail.place import open_channel
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import THREADS
@@ -43,8 +43,9 @@ class PutMail:
                 for node in cutlass.range(args.group.nodes, unroll=1):
                     if (node != args.group.node) & (piece.num_bytes != 0):
                         mail = array(args.mails, Int64, args.group.nodes)[node]
-                        source = piece.source + Int64(node) * piece.step + parity * piece.source_turn
-                        self._copy(source, mail + piece.to + parity * piece.to_turn, piece.num_bytes, place.tid)
+                        source = row_address(row_address(piece.source, node, piece.step), parity, piece.source_turn)
+                        to = row_address(part_at(mail, piece.to), parity, piece.to_turn)
+                        self._copy(source, to, piece.num_bytes, place.tid)
 
     def _piece(self, args: PutMailArgs, number: Int32) -> PutArgs:
         """The piece with a number of `Piece`, chosen at run time: three copies of the loop would spill."""

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_ep.kernels.device.block import launch_config
-from cute_ep.kernels.device.memory import array, item_coord, pointer
+from cute_ep.kernels.device.memory import array, item_coord, part_at, pointer, row_address
 from cute_ep.kernels.device.sync import signal
 from cute_ep.kernels.mail.place import open_channel
 from cute_ep.layouts.maps.arena import LL_BYTES
@@ -37,5 +37,8 @@ class SignalMail:
             & (node != args.group.node)
             & (((args.words >> word) & 1) != 0)
         ):
-            there = array(args.mails, Int64, args.group.nodes)[node] + args.word + word * LL_BYTES
-            signal(there, cute.arch.load(pointer(args.round_at, Int64), Int64))
+            mail = array(args.mails, Int64, args.group.nodes)[node]
+            signal(
+                row_address(part_at(mail, args.word), word, LL_BYTES),
+                cute.arch.load(pointer(args.round_at, Int64), Int64),
+            )

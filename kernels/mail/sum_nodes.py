@@ -16,9 +16,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate
-from cute_ep.kernels.device.atoms import weak
+from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, launch_config
-from cute_ep.kernels.device.memory import row_address, vector
+from cute_ep.kernels.device.memory import WORDS, row_address, row_at, share
 from cute_ep.kernels.device.output_type import store_sum
 from cute_ep.kernels.device.slices import SEGMENT, first_item, item_stride, slice_of
 from cute_ep.kernels.mail.place import open_channel
@@ -39,7 +39,7 @@ class SumNodes:
     @cute.kernel
     def kernel(self, args: SumNodesArgs) -> None:
         place = open_channel(args.group)
-        landed = args.landed + (place.rounds(RoundWord.RECEIVED) & 1) * args.turn
+        landed = row_address(args.landed, place.rounds(RoundWord.RECEIVED) & 1, args.turn)
         items, ctas = args.tokens << args.slices_log2, cute.arch.grid_dim()[0]
         first = first_item(cute.arch.block_idx()[0], ctas, place.warp)
         for item in cutlass.range(first, items, item_stride(ctas), unroll=1):
@@ -53,17 +53,18 @@ class SumNodes:
     def _sum(self, args: SumNodesArgs, landed: Int64, token: Int32, column: Int32) -> None:
         """One vector of a token's sum. LOADS_IN_FLIGHT loads go before the first use."""
         row_bytes, nodes = args.vectors * VECTOR_BYTES, args.group.nodes
-        rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
+        rX = cute.make_rmem_tensor((WORDS, 1, LOADS_IN_FLIGHT), Uint32)
         rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
         rSum.fill(0.0)
         if column < args.vectors:
             for first in cutlass.range(0, nodes, LOADS_IN_FLIGHT, unroll=1):
                 for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                     node = first + turn
-                    rows = cutlass.select_(node == args.group.node, args.own, landed + Int64(node) * args.pitch)
-                    if node < nodes:
-                        cute.copy(weak(), vector(row_address(rows, token, row_bytes), column), rX[None, turn])
+                    there = row_address(landed, node, args.pitch)
+                    rows = cutlass.select_(node == args.group.node, args.own, there)
+                    gRow = row_at(row_address(rows, token, row_bytes), args.vectors)
+                    move(plain, share(gRow, column, 1, there=node < nodes), rX[None, None, turn])
                 for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                     if first + turn < nodes:
-                        accumulate(rSum, rX[None, turn], None)
+                        accumulate(rSum, rX[None, 0, turn], None)
             store_sum(args.out, args.out_type, rSum, Int64(token) * args.vectors + column)

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint16
+from cutlass import Float32, Int32, Uint16
 
 from cute_ep.kernels.device.block import launch_config
-from cute_ep.kernels.device.memory import array
+from cute_ep.kernels.device.memory import array, part_at, row_address
 from cute_ep.kernels.mail.place import open_channel
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.mail import HEADER_BYTES
@@ -41,9 +41,9 @@ class UnpackFrames:
         gId, gWeight = array(args.ids, Int32, entries), array(args.weights, Float32, entries)
         start, step = cute.arch.block_idx()[0] * THREADS + place.tid, cute.arch.grid_dim()[0] * THREADS
         for node in cutlass.range(args.group.nodes, unroll=1):
-            routes = args.routes + Int64(node) * args.pitch
-            gGiven = array(routes + HEADER_BYTES, Int32, entries)
-            gOf = array(routes + args.weights_at, Float32, entries)
+            routes = row_address(args.routes, node, args.pitch)
+            gGiven = array(part_at(routes, HEADER_BYTES), Int32, entries)
+            gOf = array(part_at(routes, args.weights_at), Float32, entries)
             for index in cutlass.range(start, entries, step, unroll=1):
                 expert = gGiven[index] - args.first_expert
                 inside = (expert >= 0) & (expert < args.experts)
@@ -51,7 +51,7 @@ class UnpackFrames:
                 gWeight[node * entries + index] = gOf[index]
             if args.row_scales != 0:
                 gScale, gFrom = (
-                    array(data, Uint16, args.frame) for data in (args.row_scales, routes + args.row_scales_at)
+                    array(data, Uint16, args.frame) for data in (args.row_scales, part_at(routes, args.row_scales_at))
                 )
                 for token in cutlass.range(start, args.frame, step, unroll=1):
                     gScale[node * args.frame + token] = gFrom[token]

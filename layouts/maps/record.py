@@ -63,6 +63,10 @@ class Region:
             offset = offset + index * stride * self.itemsize
         return offset
 
+    def address(self, base: int, *coord: int) -> int:
+        """Address of the element at `coord` in memory that begins at `base`."""
+        return base + self.at(*coord)
+
 
 class RegionMap:
     """Regions laid out one after the other, each aligned to `alignment` bytes."""

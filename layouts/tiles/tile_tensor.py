@@ -1,7 +1,7 @@
 """`TileTensor`: a view into memory that is tiled, vectorised and dealt out to threads, after Mojo's type.
 
 Offsets are Python ints, storage (if any) is a flat sequence. Where Mojo's type reads the wrong elements without an
-error, this one raises LayoutError. What kernels take of a row (`lane_tile` in `kernels/device/memory.py`) is written as
+error, this one raises LayoutError. What kernels take of a row (`share` in `kernels/device/memory.py`) is written as
 a layout and tested against these verbs: the same verbs over a `cute.Tensor` cost five kernels 8 bytes of spills and up
 to 80 instructions (sm_90a, DSL 4.8.1).
 """

@@ -52,7 +52,7 @@ MAIL_MUTANTS = {
         "storm",
         (
             Edit("kernels/mail/sum_nodes.py", "node = first + turn\n", "node = nodes - 1 - first - turn\n"),
-            Edit("kernels/mail/sum_nodes.py", "if node < nodes:", "if node >= 0:"),
+            Edit("kernels/mail/sum_nodes.py", "there=node < nodes", "there=node >= 0"),
         ),
     ),
     # sums are read from the landing of the round that was sent last

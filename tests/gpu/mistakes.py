@@ -113,7 +113,7 @@ MUTANTS = {
         (
             Edit(
                 "kernels/combine/schedule.py",
-                "            cute.copy(weak(), gHeader[None, 0, ctx.lane], rHeader)\n",
+                "            move(plain, vectors_at(ctx.batch.headers, ctx.lane), [rHeader])\n",
                 "            for word in cutlass.range_constexpr(len(HeaderWord)):\n"
                 "                at = ctx.base + ctx.arena.table.at(ctx.epoch & 1, ctx.lane, word)\n"
                 '                LL = cute.arch.load(pointer(at, Int64), Int64, sem="relaxed", scope="sys")\n'
@@ -121,8 +121,8 @@ MUTANTS = {
             ),
             Edit(
                 "kernels/combine/schedule.py",
-                "from cute_ep.kernels.device.memory import rows",
-                "from cute_ep.kernels.device.memory import pointer, rows",
+                "from cute_ep.kernels.device.memory import vectors_at",
+                "from cute_ep.kernels.device.memory import pointer",
             ),
         ),
     ),
@@ -134,13 +134,13 @@ MUTANTS = {
         (
             Edit(
                 "kernels/combine/send.py",
-                "shared_array(self.rows, Int32), (stage, ctx.tid)",
-                "shared_array(self.rows, Int32), (0, ctx.tid)",
+                "shared_array(staged, Uint32)[stage, None]",
+                "shared_array(staged, Uint32)[0, None]",
             ),
             Edit(
                 "kernels/combine/send.py",
-                "            row = shared_array(self.rows, Int32)[place]\n",
-                "            row = shared_array(self.rows, Int32)[0, place[1]]\n",
+                "            place = stage, token * ctx.top_k + ctx.lane\n",
+                "            place = 0, token * ctx.top_k + ctx.lane\n",
             ),
         ),
     ),
@@ -162,24 +162,13 @@ MUTANTS = {
     # readers leave lamport words as they are: rows of round n-2 are taken
     "NO_CLEAR": Mutant(
         "turns",
-        (
-            Edit(
-                "kernels/device/atoms.py",
-                "    rWord.fill(SENTINEL)\n    cute.copy(weak(), rWord, gWord)\n",
-                "    rWord.fill(SENTINEL)\n",
-            ),
-            Edit(
-                "kernels/device/atoms.py",
-                '    """Store SENTINEL at a pointer."""\n    cute.arch.store(place, Uint32(SENTINEL))\n',
-                '    """Store SENTINEL at a pointer."""\n',
-            ),
-        ),
+        (Edit("kernels/device/atoms.py", "    fill(SENTINEL, target)\n", ""),),
     ),
     # dispatch rounds that ranks tell each other have one word: the next round's comes before the reader has looked
     "ONE_PAIR": Mutant(
         "combines",
         (
-            Edit("kernels/combine/pairs.py", "return_rounds.at(sEpoch[0] & 1, ", "return_rounds.at(0, "),
+            Edit("kernels/combine/pairs.py", "return_rounds, sEpoch[0] & 1, ", "return_rounds, 0, "),
             Edit("kernels/combine/pairs.py", "return_rounds, ctx.epoch & 1, ", "return_rounds, 0, "),
         ),
     ),
@@ -227,8 +216,8 @@ MUTANTS = {
         (
             Edit(
                 "kernels/device/context.py",
-                "signal(self.peer_base + consumed.at(self.rank), received)",
-                "word = pointer(self.peer_base + consumed.at(self.rank), Int64)\n"
+                "signal(consumed.address(self.peer_base, self.rank), received)",
+                "word = pointer(consumed.address(self.peer_base, self.rank), Int64)\n"
                 '            cute.arch.store(word, received, sem="relaxed", scope="sys")',
             ),
         ),

@@ -1,4 +1,4 @@
-"""Which words of a row a lane takes, by the layouts of kernels and by the verbs of `TileTensor`."""
+"""Which words of a row a thread takes, by the layouts of kernels and by the verbs of `TileTensor`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytest.importorskip("cutlass")
 from cutlass import Int32, Int64
 
 from cute_ep.kernels.device.block import swizzled
-from cute_ep.kernels.device.memory import LANES, lane_tile, lane_words, place_of, vector
+from cute_ep.kernels.device.memory import LANES, row_at, share, vectors_at, words_at
 from cute_ep.layouts import Layout, TileTensor
 
 from .host import run_map
@@ -35,11 +35,11 @@ def addresses(place, *inputs: np.ndarray) -> np.ndarray:
 def test_a_lane_takes_the_vectors_that_vectorize_and_distribute_give_it() -> None:
     first, lane = (axis.ravel().astype(np.int32) for axis in np.mgrid[:SEGMENTS, :LANES])
     for turn in range(SEGMENTS):
-        found = addresses(
-            lambda first, lane, turn=turn: lane_tile(Int64(BASE), first * LANES + lane, SEGMENTS)[None, turn].iterator,
-            first,
-            lane,
-        )
+
+        def place(first, lane, turn=turn):
+            return share(row_at(Int64(BASE), SEGMENTS * LANES), first * LANES + lane, SEGMENTS)[turn].iterator
+
+        found = addresses(place, first, lane)
         for start, thread, offset in zip(first, lane, found, strict=True):
             own = ROW.vectorize(WORDS).distribute(Layout((LANES,), (1,)), int(thread))
             if start + turn < SEGMENTS:
@@ -49,19 +49,39 @@ def test_a_lane_takes_the_vectors_that_vectorize_and_distribute_give_it() -> Non
 
 def test_offsets_of_a_row_have_64_bits() -> None:
     far = np.array([(1 << 31) - 1, 1 << 28], np.int32)
-    assert addresses(lambda index: vector(Int64(BASE), index).iterator, far).tolist() == [
+    assert addresses(lambda index: vectors_at(Int64(BASE), index)[0].iterator, far).tolist() == [
         16 * int(index) for index in far
     ]
-    assert addresses(lambda index: lane_tile(Int64(BASE), index, 2)[None, 1].iterator, far).tolist() == [
+    assert addresses(lambda index: share(row_at(Int64(BASE), 1 << 31), index, 2)[1].iterator, far).tolist() == [
         16 * (int(index) + LANES) for index in far
     ]
 
 
-def test_a_lane_takes_every_32nd_word() -> None:
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_lane_takes_every_32nd_word(step: int) -> None:
     words = np.arange(70, dtype=np.int32)
     for turn in (0, 1, 3):
-        found = addresses(lambda word, turn=turn: place_of(lane_words(Int64(BASE), word, turn + 1), turn), words)
-        assert found.tolist() == [4 * (word + LANES * turn) for word in range(70)]
+        found = addresses(
+            lambda word, turn=turn: share(words_at(Int64(BASE), 256, step), word, turn + 1)[turn].iterator, words
+        )
+        assert found.tolist() == [4 * step * (word + LANES * turn) for word in range(70)]
+
+
+@pytest.mark.parametrize("threads", [1, LANES, 512], ids=lambda threads: f"{threads} threads")
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 1100])
+def test_a_turn_is_in_the_row_where_its_vector_is(threads: int, length: int) -> None:
+    first = np.arange(1200, dtype=np.int32)
+    for turn in range(3):
+        (found,) = run_map(
+            lambda place, turn=turn: Int32(share(row_at(Int64(BASE), length), place, 3, threads).has(turn)), first
+        )
+        assert found.tolist() == [int(place + turn * threads < length) for place in first]
+
+
+def test_a_row_that_is_not_there_has_no_turn() -> None:
+    first = np.arange(4, dtype=np.int32)
+    (found,) = run_map(lambda place: Int32(share(row_at(Int64(BASE), 3), place, 1, there=place != 1).has(0)), first)
+    assert found.tolist() == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("apart", [1, 2, 4])

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cutlass import Boolean, Int32, Int64, Uint32, Uint64
+from cutlass import Boolean, Int32, Int64, Uint32, Uint64, cute
 
 from cute_ep.kernels.codec.base import word_lanes
-from cute_ep.kernels.device import lamport, sync
+from cute_ep.kernels.device import atoms, lamport, sync
 from cute_ep.kernels.device.divide import Divisor, quotient, remainder
 from cute_ep.kernels.device.memory import item_coord
 from cute_ep.kernels.device.slices import (
@@ -282,7 +282,14 @@ def test_a_lamport_word_is_the_sentinel_or_it_has_arrived() -> None:
     words = np.array([[0x7FFF7FFF] * 4, [0] * 4, *(np.roll([0xFFFFFFFF, 1, 2, 3], turn) for turn in range(4))])
     words = np.concatenate([words, 0xFFFFFFFF ^ (1 << np.arange(32))[:, None] * np.ones((1, 4), np.int64)])
     columns = words.T.astype(np.uint32).view(np.int32)
-    (blank,) = run_map(lambda *row: Int32(lamport.has_sentinel([Uint32(word) for word in row])), *columns)
+
+    def collides(*row):
+        rX = cute.make_rmem_tensor(len(row), Uint32)
+        for index, word in enumerate(row):
+            rX[index] = Uint32(word)
+        return Int32(atoms.has_sentinel(rX))
+
+    (blank,) = run_map(collides, *columns)
     assert blank.tolist() == [0, 0, 1, 1, 1, 1] + [0] * 32
     tokens = np.array([0, 1, LAMPORT_TOKENS, LAMPORT_TOKENS + 1, MAX_TOKENS_PER_RANK], np.int32)
     (few,) = run_map(lambda count: Int32(lamport.is_lamport(count)), tokens)
