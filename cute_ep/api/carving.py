@@ -37,33 +37,38 @@ class Pieces(NamedTuple):
             end += align_up(prod(shape) * WORD_BYTES, VECTOR_BYTES)
         return cls(end // WORD_BYTES, begins, shapes)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the allocation."""
+        return self.words * WORD_BYTES
+
 
 class Carving:
-    """New memory for `pieces`, of undefined content. A tensor carved out of it keeps all of it."""
+    """New memory for `pieces`, of undefined content, at address `first`. A tensor carved out of it keeps all of it."""
 
-    __slots__ = ("_first", "_made", "_memory", "_pieces")
+    __slots__ = ("_made", "_memory", "first", "pieces")
 
     def __init__(self, pieces: Pieces, device: torch.device | str) -> None:
-        self._pieces = pieces
+        self.pieces = pieces
         self._memory = torch.empty(pieces.words, dtype=WORD, device=device)
-        self._first = self._memory.data_ptr()
+        self.first = self._memory.data_ptr()
         self._made: dict[str, torch.Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._pieces.begins
+        return name in self.pieces.begins
 
     def addresses(self) -> dict[str, int]:
         """Where each tensor begins."""
-        first = self._first
-        return {name: first + begin for name, begin in self._pieces.begins.items()}
+        first = self.first
+        return {name: first + begin for name, begin in self.pieces.begins.items()}
 
     def span(self) -> tuple[int, int]:
         """Addresses of the first byte and behind the last."""
-        return self._first, self._first + self._pieces.words * WORD_BYTES
+        return self.first, self.first + self.pieces.nbytes
 
     def addresses_of(self, *names: str) -> list[int]:
         """Where some of them begin."""
-        first, begins = self._first, self._pieces.begins
+        first, begins = self.first, self.pieces.begins
         return [first + begins[name] for name in names]
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -76,12 +81,12 @@ class Carving:
         if torch.is_inference_mode_enabled() != inference:
             with torch.inference_mode(inference):
                 return self.tensor(name)
-        shape, dtype = self._pieces.shapes[name]
+        shape, dtype = self.pieces.shapes[name]
         if dtype != WORD:
             memory = memory.view(dtype)
         strides, step = [], 1
         for extent in reversed(shape):
             strides.append(step)
             step *= extent
-        new = memory.as_strided(shape, strides[::-1], self._pieces.begins[name] // WORD_BYTES).data
+        new = memory.as_strided(shape, strides[::-1], self.pieces.begins[name] // WORD_BYTES).data
         return self._made.setdefault(name, new)  # another thread may have been faster

@@ -45,8 +45,8 @@ typedef int (*CurrentContext)(void **context);
 
 // ---- what is kept of a call
 
-enum { VECTOR_BYTES = 16, MOST_DIMS = 4, MOST_TENSORS = 16, MOST_KEYS = 10, MOST_MADE = 24, MOST_NUMBERS = 256 };
-enum { READ = -1, SEEN = -2, MOST_SPANS = 32, BUCKETS = 256, MOST_KEPT = 512 };
+enum { VECTOR_BYTES = 16, MOST_DIMS = 5, MOST_TENSORS = 16, MOST_KEYS = 10, MOST_MADE = 24, MOST_NUMBERS = 256 };
+enum { MOST_PARTS = 48, MOST_SPANS = 32, BUCKETS = 256, MOST_KEPT = 512 };
 
 enum { TENSOR = 1, ADDRESS = 2 };
 typedef struct {  // what Python's rules are about; compared byte by byte
@@ -59,6 +59,9 @@ typedef struct {  // what Python's rules are about; compared byte by byte
 
 typedef struct { Kind kind; char *data; int64_t bytes; } Argument;  // bytes: to the end of its last element
 
+// A number that is an address: `offset` bytes from the first of a tensor of the call, or behind these of one made.
+typedef struct { int64_t tensor, number, offset; } Part;
+
 typedef struct Kept {
     struct Kept *next;
     int users;
@@ -67,12 +70,12 @@ typedef struct Kept {
     PyObject *keys[MOST_KEYS];  // a weak reference to the first one, unless it is None
     PyObject *make, *result;
     void *function;
-    unsigned grid, threads, shared_bytes;
+    unsigned grid, threads, shared_bytes, read;  // read: bits of the tensors that the call reads
     bool pairs, early;
-    int spans, made, numbers;
+    int spans, made, numbers, parts;
     int64_t span[2 * MOST_SPANS];  // begins and ends of memory that no tensor may share
-    // The number that is the address. READ: none of them, but the call reads the tensor; SEEN: it does not.
-    int16_t slots[MOST_TENSORS], made_slots[MOST_MADE];
+    int64_t extents[MOST_TENSORS];  // bytes of what is given by address
+    Part part[MOST_PARTS];
     uint16_t order[MOST_NUMBERS];  // the number of each parameter of the kernel
     int64_t values[MOST_NUMBERS];
 } Kept;
@@ -85,8 +88,8 @@ typedef struct {
     CurrentContext current;
     void *context;
     const volatile uint32_t *words;
-    int count, step, tensors, written, keys, kept;
-    unsigned addresses;  // bits of the arguments that may be addresses
+    int count, step, tensors, keys, kept;
+    unsigned written, addresses;  // bits of the tensors that the kernel writes, and of those that may be addresses
     Kept *buckets[BUCKETS];
 } Calls;
 
@@ -142,7 +145,7 @@ static bool look(const Calls *self, PyObject *object, int place, Argument *into)
     bool integers = view.element.code == SIGNED || view.element.code == UNSIGNED;  // which require no gradient
     kind->gradient = !integers && !is_false(PyObject_GetAttr(object, REQUIRES_GRAD));
     if (kind->gradient && !is_false(PyObject_CallObject(self->grad_enabled, NULL))) return false;
-    kind->inference = place == self->written && !is_false(PyObject_CallMethodObjArgs(object, IS_INFERENCE, NULL));
+    kind->inference = (self->written >> place & 1) && !is_false(PyObject_CallMethodObjArgs(object, IS_INFERENCE, NULL));
     into->data = view.data + view.offset;
     kind->given = TENSOR;
     kind->dims = (uint8_t)view.dims;
@@ -167,7 +170,8 @@ static bool look_at_all(const Calls *self, PyObject *const *tensors, Argument *i
 }
 
 static uint64_t mark_of(const Calls *self, const Argument *arguments, PyObject *const *keys) {
-    uint64_t mark = (uint64_t)arguments[0].kind.shape[0];
+    uint64_t mark = 0;
+    for (int i = 0; i < self->tensors; i++) mark = (mark + (uint64_t)arguments[i].kind.shape[0]) * 0x9E3779B97F4A7C15u;
     for (int i = 0; i < self->keys; i++) mark = (mark ^ (uintptr_t)keys[i] >> 4) * 0x9E3779B97F4A7C15u;
     return mark ^ mark >> 32;
 }
@@ -183,20 +187,22 @@ static bool same(const Calls *self, const Kept *kept, const Argument *arguments,
     return true;
 }
 
-static bool share(const Argument *one, int64_t begin, int64_t end) {
-    return (int64_t)one->data < end && begin < (int64_t)one->data + one->bytes;
+static bool share(const Argument *one, const Argument *other) {
+    return one->data < other->data + other->bytes && other->data < one->data + one->bytes;
 }
 
 // Whether all that is written is apart from all that is read. Some calls may share memory: Python knows which.
 static bool all_apart(const Calls *self, const Kept *kept, const Argument *arguments) {
-    const Argument *written = self->written < 0 ? NULL : arguments + self->written;
     for (int i = 0; i < self->tensors; i++) {
         const Argument *one = arguments + i;
-        if (!one->kind.given || kept->slots[i] < READ) continue;
-        for (int k = 0; k < kept->spans; k++)
-            if (share(one, kept->span[2 * k], kept->span[2 * k + 1])) return false;
-        if (written && one != written && share(one, (int64_t)written->data, (int64_t)written->data + written->bytes))
-            return false;
+        if (!one->kind.given || !(kept->read >> i & 1)) continue;
+        for (int k = 0; k < kept->spans; k++) {
+            char *begin = (char *)kept->span[2 * k];
+            const Argument span = {.data = begin, .bytes = (char *)kept->span[2 * k + 1] - begin};
+            if (share(one, &span)) return false;
+        }
+        for (int k = 0; k < self->tensors; k++)
+            if (self->written >> k & 1 && k != i && arguments[k].kind.given && share(one, arguments + k)) return false;
     }
     return true;
 }
@@ -223,16 +229,16 @@ static int enqueue(const Calls *self, const Kept *kept, int64_t *values, void *s
     return status;
 }
 
-// What `make` returns, whose addresses become numbers.
-static PyObject *make_outputs(const Calls *self, const Kept *kept, int64_t *values) {
+// What `make` returns, and where it lies.
+static PyObject *make_outputs(const Calls *self, const Kept *kept, char **made) {
     PyObject *pair = PyObject_CallObject(kept->make, NULL), *tensors = pair ? PyTuple_GetItem(pair, 1) : NULL;
     if (tensors && PyTuple_Size(tensors) != kept->made && !PyErr_Occurred())
-        PyErr_SetString(PyExc_TypeError, "make: must return as many tensors as `add` was given slots for");
+        PyErr_SetString(PyExc_TypeError, "make: must return as many tensors as `add` was told");
     for (int i = 0; i < kept->made && !PyErr_Occurred(); i++) {
         View view;
         PyObject *tensor = PyTuple_GetItem(tensors, i);
-        if (tensor != Py_None && !self->exchange->view_of(tensor, &view))
-            values[kept->made_slots[i]] = (int64_t)(view.data + view.offset);
+        made[i] = NULL;
+        if (tensor != Py_None && !self->exchange->view_of(tensor, &view)) made[i] = view.data + view.offset;
     }
     if (PyErr_Occurred()) Py_CLEAR(pair);
     return pair;
@@ -240,15 +246,18 @@ static PyObject *make_outputs(const Calls *self, const Kept *kept, int64_t *valu
 
 static PyObject *launch(const Calls *self, const Kept *kept, const Argument *arguments, void *stream, bool early) {
     int64_t values[MOST_NUMBERS];
+    char *made[MOST_MADE];
     memcpy(values, kept->values, kept->numbers * sizeof *values);
-    for (int i = 0; i < self->tensors; i++)
-        if (kept->slots[i] >= 0 && arguments[i].kind.given) values[kept->slots[i]] = (int64_t)arguments[i].data;
-    PyObject *made = NULL;
-    if (kept->make != Py_None && !(made = make_outputs(self, kept, values))) return NULL;
-    PyObject *result = NULL;
+    PyObject *pair = NULL, *result = NULL;
+    if (kept->make != Py_None && !(pair = make_outputs(self, kept, made))) return NULL;
+    for (const Part *part = kept->part; part < kept->part + kept->parts; part++) {
+        const bool given = part->tensor < self->tensors;
+        char *data = given ? arguments[part->tensor].data : made[part->tensor - self->tensors];
+        if (data) values[part->number] = (int64_t)(data + part->offset);
+    }
     if (enqueue(self, kept, values, stream, early)) result = Py_NewRef(Py_None);  // Python will be told why, too
-    else result = PyTuple_Pack(2, kept->result, made ? PyTuple_GetItem(made, 0) : Py_None);
-    Py_XDECREF(made);
+    else result = PyTuple_Pack(2, kept->result, pair ? PyTuple_GetItem(pair, 0) : Py_None);
+    Py_XDECREF(pair);
     return result;
 }
 
@@ -272,6 +281,8 @@ static PyObject *Calls_launch(PyObject *object, PyObject *const *given, Py_ssize
     uint64_t mark = mark_of(self, arguments, keys);
     Kept *kept = self->buckets[mark % BUCKETS];
     while (kept && !(kept->mark == mark && same(self, kept, arguments, keys))) kept = kept->next;
+    for (int i = 0; kept && i < self->tensors; i++)
+        if (arguments[i].kind.given == ADDRESS) arguments[i].bytes = kept->extents[i];
     if (!kept || !all_apart(self, kept, arguments)) Py_RETURN_NONE;
     kept->users++;  // another thread may have it forgotten
     PyObject *result = launch(self, kept, arguments, stream, given[1] == Py_True);
@@ -281,33 +292,51 @@ static PyObject *Calls_launch(PyObject *object, PyObject *const *given, Py_ssize
 
 // ---- keeping a call
 
-static int shorts(PyObject *tuple, int16_t *into, int most) {
-    Py_ssize_t count = PyTuple_Size(tuple);
-    for (Py_ssize_t i = 0; i < count && count <= most; i++) into[i] = (int16_t)PyLong_AsLong(PyTuple_GetItem(tuple, i));
-    return PyErr_Occurred() || count > most ? -1 : (int)count;
+// Whether these are whole int64s, as many groups of so many as are stored, at most `most`.
+static bool int64s(int64_t *into, int *groups, const char *bytes, Py_ssize_t count, int each, int most) {
+    *groups = (int)(count / (each * (Py_ssize_t)sizeof *into));
+    if (count % (each * (Py_ssize_t)sizeof *into) || count > most * each * (Py_ssize_t)sizeof *into) return false;
+    memcpy(into, bytes, count);
+    return true;
 }
 
-PyDoc_STRVAR(add_doc, "add(tensors, keys, slots, kernel, grid, pairs, early, spans, make, made, result)\n--\n\n"
+// Whether all places are of numbers of the kernel, and all tensors of the call or made.
+static bool has_places(const Calls *self, const Kept *kept) {
+    for (int i = 0; i < kept->numbers; i++)
+        if (kept->order[i] >= kept->numbers) return false;
+    for (int i = 0; i < kept->parts; i++) {
+        const Part *part = kept->part + i;
+        if (part->number < 0 || part->number >= kept->numbers) return false;
+        if (part->tensor < 0 || part->tensor >= self->tensors + kept->made) return false;
+    }
+    return kept->made >= 0 && kept->made <= MOST_MADE;
+}
+
+PyDoc_STRVAR(add_doc, "add(tensors, keys, parts, read, extents, kernel, grid, pairs, early, spans, make, made, result)\n--\n\n"
 "Keep a launch for calls of such tensors and the same keys. Returns whether it can be kept.\n\n"
 "tensors, keys: tuples. keys are compared by identity; the first is None or is kept by a weak reference.\n"
-"slots: of each tensor the number that is its address; -1: none, but the call reads it; -2: nor does it read it.\n"
+"parts: (tensor, number, offset) as int64: a number of the launch that is the address of so many bytes into a tensor,\n"
+"behind those of the call of one that `make` makes.\n"
+"read: bits of the tensors that the call reads.\n"
+"extents: of each tensor, as int64, its bytes where it is given by address.\n"
 "kernel: (function, threads of a CTA, dynamic shared memory, the numbers as int64, of each parameter its number as\n"
 "uint16).\n"
 "pairs, early: in clusters of 2; whether the launch may start before the one before has ended.\n"
 "spans: begins and ends, as int64, of memory that the kernel writes besides.\n"
 "make: None, or a function of no arguments that makes what the kernel writes and returns (what the caller gets, a\n"
-"tuple of tensors or None); made: the numbers that are their addresses.");
+"tuple of tensors or None); made: how many these are.");
 static PyObject *Calls_add(PyObject *object, PyObject *args) {
     Calls *self = (Calls *)object;
-    PyObject *tensors, *keys, *slots, *make, *made, *result;
+    PyObject *tensors, *keys, *make, *result;
     unsigned long long function;
-    unsigned threads, shared_bytes, grid;
-    const char *values, *order, *spans;
-    Py_ssize_t value_bytes, order_bytes, span_bytes;
-    int pairs, early;
-    if (!PyArg_ParseTuple(args, "O!O!O!(KIIy#y#)Ippy#OO!O", &PyTuple_Type, &tensors, &PyTuple_Type, &keys, &PyTuple_Type,
-                          &slots, &function, &threads, &shared_bytes, &values, &value_bytes, &order, &order_bytes, &grid,
-                          &pairs, &early, &spans, &span_bytes, &make, &PyTuple_Type, &made, &result))
+    unsigned threads, shared_bytes, grid, read;
+    const char *values, *order, *spans, *parts, *extents;
+    Py_ssize_t value_bytes, order_bytes, span_bytes, part_bytes, extent_bytes;
+    int pairs, early, made, sized;
+    if (!PyArg_ParseTuple(args, "O!O!y#Iy#(KIIy#y#)Ippy#OiO", &PyTuple_Type, &tensors, &PyTuple_Type, &keys, &parts,
+                          &part_bytes, &read, &extents, &extent_bytes, &function, &threads, &shared_bytes, &values,
+                          &value_bytes, &order, &order_bytes, &grid, &pairs, &early, &spans, &span_bytes, &make, &made,
+                          &result))
         return NULL;
     PyObject *each[MOST_TENSORS], *same_as[MOST_KEYS];
     if (PyTuple_Size(tensors) != self->tensors || PyTuple_Size(keys) != self->keys) {
@@ -317,40 +346,39 @@ static PyObject *Calls_add(PyObject *object, PyObject *args) {
     for (int i = 0; i < self->tensors; i++) each[i] = PyTuple_GetItem(tensors, i);
     for (int i = 0; i < self->keys; i++) same_as[i] = PyTuple_GetItem(keys, i);
     Argument arguments[MOST_TENSORS];
-    size_t numbers = value_bytes / sizeof(int64_t);
-    bool whole = value_bytes % sizeof(int64_t) == 0 && span_bytes % (2 * sizeof(int64_t)) == 0;
-    bool fits = whole && numbers <= MOST_NUMBERS && order_bytes == (Py_ssize_t)(numbers * sizeof(uint16_t));
-    if (!fits || span_bytes > (Py_ssize_t)sizeof((Kept *)0)->span || !look_at_all(self, each, arguments)) Py_RETURN_FALSE;
-    if (self->kept >= MOST_KEPT) Calls_clear(object);
+    if (!look_at_all(self, each, arguments)) Py_RETURN_FALSE;
     Kept *kept = PyMem_Calloc(1, sizeof *kept);
     if (!kept) return PyErr_NoMemory();
     kept->users = 1;
+    bool fits = int64s(kept->values, &kept->numbers, values, value_bytes, 1, MOST_NUMBERS) &&
+                int64s(kept->span, &kept->spans, spans, span_bytes, 2, MOST_SPANS) &&
+                int64s((int64_t *)kept->part, &kept->parts, parts, part_bytes, 3, MOST_PARTS) &&
+                int64s(kept->extents, &sized, extents, extent_bytes, self->tensors, 1) &&
+                order_bytes == (Py_ssize_t)(kept->numbers * sizeof *kept->order);
+    if (!fits) {
+        release(kept);
+        Py_RETURN_FALSE;
+    }
     for (int i = 0; i < self->tensors; i++) kept->kinds[i] = arguments[i].kind;
     for (int i = 0; i < self->keys; i++)
         if (!(kept->keys[i] = i || same_as[i] == Py_None ? Py_NewRef(same_as[i]) : PyWeakref_NewRef(same_as[i], NULL))) break;
     kept->make = Py_NewRef(make);
     kept->result = Py_NewRef(result);
-    kept->made = shorts(made, kept->made_slots, MOST_MADE);
-    int with_slots = shorts(slots, kept->slots, MOST_TENSORS);
     kept->function = (void *)(uintptr_t)function;
+    kept->made = made;
+    kept->read = read;
     kept->grid = grid;
     kept->threads = threads;
     kept->shared_bytes = shared_bytes;
     kept->pairs = pairs;
     kept->early = early;
-    kept->numbers = (int)numbers;
-    kept->spans = (int)(span_bytes / (2 * sizeof(int64_t)));
-    memcpy(kept->span, spans, span_bytes);
-    memcpy(kept->values, values, value_bytes);
     memcpy(kept->order, order, order_bytes);
-    for (size_t i = 0; i < numbers; i++) fits &= kept->order[i] < numbers;
-    for (int i = 0; i < with_slots; i++) fits &= kept->slots[i] >= SEEN && kept->slots[i] < (int)numbers;
-    for (int i = 0; i < kept->made; i++) fits &= kept->made_slots[i] >= 0 && kept->made_slots[i] < (int)numbers;
-    if (PyErr_Occurred() || !fits || with_slots != self->tensors || kept->made < 0) {
+    if (PyErr_Occurred() || !sized || !has_places(self, kept)) {
         release(kept);
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "add: slots must be numbers of the kernel");
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "add: parts must be of tensors and numbers that there are");
         return NULL;
     }
+    if (self->kept >= MOST_KEPT) Calls_clear(object);
     kept->mark = mark_of(self, arguments, same_as);
     kept->next = self->buckets[kept->mark % BUCKETS];
     self->buckets[kept->mark % BUCKETS] = kept;
@@ -384,22 +412,17 @@ static void Calls_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-static PyObject *Calls_forget(PyObject *object, PyObject *nothing) {
-    Calls_clear(object);
-    Py_RETURN_NONE;
-}
-
 static PyObject *Calls_new(PyTypeObject *type, PyObject *args, PyObject *words) {
     PyObject *capsule, *tensor, *grad_enabled;
     unsigned long long launch, current, context, reported;
-    int count, step, tensors, written, keys;
-    unsigned addresses;
-    if (!PyArg_ParseTuple(args, "OOO(KKK)(Kii)iiiI", &capsule, &tensor, &grad_enabled, &launch, &current, &context, &reported, &count, &step,
-                          &tensors, &written, &keys, &addresses))
+    int count, step, tensors, keys;
+    unsigned written, addresses;
+    if (!PyArg_ParseTuple(args, "OOO(KKK)(Kii)iIiI", &capsule, &tensor, &grad_enabled, &launch, &current, &context,
+                          &reported, &count, &step, &tensors, &written, &keys, &addresses))
         return NULL;
     const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!exchange) return NULL;
-    bool fits = tensors > 0 && tensors <= MOST_TENSORS && written < tensors && keys > 0 && keys <= MOST_KEYS && step > 0;
+    bool fits = tensors > 0 && tensors <= MOST_TENSORS && keys > 0 && keys <= MOST_KEYS && step > 0;
     if (exchange->major != MAJOR_VERSION || !exchange->view_of || !fits) {
         PyErr_SetString(PyExc_ValueError, fits ? "exchange: must be DLPack 1" : "Calls: too many tensors or keys");
         return NULL;
@@ -428,12 +451,11 @@ PyDoc_STRVAR(calls_doc, "Calls(exchange, tensor, grad_enabled, driver, reports, 
 "exchange, tensor, grad_enabled: torch's capsule of DLPack's exchange API, its class of tensors, is_grad_enabled.\n"
 "driver: addresses of cuLaunchKernelEx and cuCtxGetCurrent, and the context that must be current.\n"
 "reports: (address, count, step): every step-th of so many words must be 0.\n"
-"tensors, keys: how many a call has; written: which tensor the kernel writes, -1: none of them.\n"
+"tensors, keys: how many a call has; written: bits of the tensors that the kernel writes.\n"
 "addresses: bits of those that may be addresses instead, of memory that need not be checked.");
 static PyMethodDef METHODS[] = {
     {"launch", (PyCFunction)(void (*)(void))Calls_launch, METH_FASTCALL, launch_doc},
     {"add", Calls_add, METH_VARARGS, add_doc},
-    {"forget", Calls_forget, METH_NOARGS, "forget()\n--\n\nForget all."},
     {0},
 };
 static PyType_Slot SLOTS[] = {

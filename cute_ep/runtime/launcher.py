@@ -28,9 +28,6 @@ class Calls(Protocol):
     def add(self, *launch: object) -> bool:
         """Keep a launch."""
 
-    def forget(self) -> None:
-        """Forget all."""
-
 
 @cache
 def missing() -> str | None:
@@ -42,7 +39,7 @@ def missing() -> str | None:
     if exchange_api() is None:
         return f"torch {torch.__version__} has no DLPack exchange API, as 2.11 has"
     try:
-        _calls((0, 0, 0), (0, 0, 1), 1, -1, 1)
+        _calls((0, 0, 0), (0, 0, 1), 1, 0, 1)
     except (TypeError, ValueError) as error:
         return f"torch {torch.__version__}: {error}"
     return None
@@ -74,7 +71,7 @@ def make_calls(
         context: of the rank's kernels.
         reports: (address, words, step) of host memory: while every step-th word is 0 no call need be refused.
         tensors, keys: how many a call has.
-        written: the tensor among them that the kernel writes; -1: none.
+        written: bits of the tensors that the kernel writes.
         addresses: bits of those that may be addresses instead, of memory that need not be checked.
 
     Raises:
