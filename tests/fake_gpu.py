@@ -28,7 +28,7 @@ import torch
 
 from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.layouts.maps.parameters import numbers, parameters_of
+from cute_ep.layouts.maps.parameters import Fields, numbers, parameters_of
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks, Variant
 from cute_ep.runtime import communicator as communicator_module
@@ -183,9 +183,9 @@ class RecordingKernel:
 
         return self.launches.compiled.describe([name for name, _ in self.parameters], self.slots, values, record)
 
-    def launch(self, grid: int, given: Sequence[int], stream: int, *, early: bool = False, pairs: bool = False) -> None:
-        fresh = dict(zip(self.slots, given, strict=False))
-        assert len(fresh) == len(given), f"{self.variant.symbol} has no more than {len(self.slots)} parameters"
+    def launch(self, grid: int, given: Fields, stream: int, *, early: bool = False, pairs: bool = False) -> None:
+        fresh = dict(zip(self.slots, flat := numbers(given), strict=False))
+        assert len(fresh) == len(flat), f"{self.variant.symbol} has no more than {len(self.slots)} parameters"
         self.values |= fresh
         self._record(dict(self.values), grid, stream, early, pairs)
 

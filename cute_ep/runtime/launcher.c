@@ -1,6 +1,7 @@
-// Launches calls that are like one before but for the addresses of their tensors: `cute_ep/runtime/repeats.py`.
+// Launches calls that are like one before but for the addresses of their tensors: `cute_ep/runtime/repeats.py`. Launches
+// kernels with numbers that Python gives, and takes numbers that kernels have told the host.
 //
-// This knows no rule of any call. Python checks a call by what its tensors are (type, device, extents, strides, never
+// `Calls` knows no rule of any call. Python checks a call by what its tensors are (type, device, extents, strides, never
 // their elements), and gives `Calls.add` the launch that it has made. A call of the same kind of tensors breaks no rule
 // either, and its launch differs in addresses only: `Calls.launch` makes it. It declines all else by returning None, and
 // Python checks that call as ever.
@@ -62,6 +63,13 @@ typedef struct { Kind kind; char *data; int64_t bytes; } Argument;  // bytes: to
 // A number that is an address: `offset` bytes from the first of a tensor of the call, or behind these of one made.
 typedef struct { int64_t tensor, number, offset; } Part;
 
+typedef struct {
+    void *function;
+    unsigned threads, shared_bytes;
+    int numbers;
+    uint16_t order[MOST_NUMBERS];  // the number of each parameter
+} Kernel;
+
 typedef struct Kept {
     struct Kept *next;
     int users;
@@ -69,14 +77,13 @@ typedef struct Kept {
     Kind kinds[MOST_TENSORS];
     PyObject *keys[MOST_KEYS];  // a weak reference to the first one, unless it is None
     PyObject *make, *result;
-    void *function;
-    unsigned grid, threads, shared_bytes, read;  // read: bits of the tensors that the call reads
+    Kernel kernel;
+    unsigned grid, read;  // read: bits of the tensors that the call reads
     bool pairs, early;
-    int spans, made, numbers, parts;
+    int spans, made, parts;
     int64_t span[2 * MOST_SPANS];  // begins and ends of memory that no tensor may share
     int64_t extents[MOST_TENSORS];  // bytes of what is given by address
     Part part[MOST_PARTS];
-    uint16_t order[MOST_NUMBERS];  // the number of each parameter of the kernel
     int64_t values[MOST_NUMBERS];
 } Kept;
 
@@ -209,24 +216,36 @@ static bool all_apart(const Calls *self, const Kept *kept, const Argument *argum
 
 // ---- launching
 
-static int enqueue(const Calls *self, const Kept *kept, int64_t *values, void *stream, bool early) {
+// The driver's status. `values` must stay until this returns: other threads run meanwhile.
+static int enqueue(LaunchKernel launch, const Kernel *kernel, unsigned grid, void *stream, bool pairs, bool early,
+                   int64_t *values) {
     void *parameters[MOST_NUMBERS];
-    for (int i = 0; i < kept->numbers; i++) parameters[i] = values + kept->order[i];
+    for (int i = 0; i < kernel->numbers; i++) parameters[i] = values + kernel->order[i];
     Attribute attributes[2] = {{.id = CLUSTER_DIMENSION, .value = {2, 1, 1}}};
-    attributes[kept->pairs] = (Attribute){.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value = {1}};
+    attributes[pairs] = (Attribute){.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value = {1}};
     const Config config = {
-        .grid = {kept->grid, 1, 1},
-        .block = {kept->threads, 1, 1},
-        .shared_bytes = kept->shared_bytes,
+        .grid = {grid, 1, 1},
+        .block = {kernel->threads, 1, 1},
+        .shared_bytes = kernel->shared_bytes,
         .stream = stream,
         .attributes = attributes,
-        .count = kept->pairs + (kept->early && early),
+        .count = pairs + early,
     };
     int status;
     Py_BEGIN_ALLOW_THREADS  // a full queue blocks until other threads have launched what it waits for
-    status = self->launch(&config, kept->function, parameters, NULL);
+    status = launch(&config, kernel->function, parameters, NULL);
     Py_END_ALLOW_THREADS
     return status;
+}
+
+// Fills all but the number of numbers. False: the order is not of each of these.
+static bool describe(Kernel *kernel, unsigned long long function, const char *order, Py_ssize_t order_bytes) {
+    kernel->function = (void *)(uintptr_t)function;
+    if (order_bytes != (Py_ssize_t)(kernel->numbers * sizeof *kernel->order)) return false;
+    memcpy(kernel->order, order, order_bytes);
+    for (int i = 0; i < kernel->numbers; i++)
+        if (kernel->order[i] >= kernel->numbers) return false;
+    return true;
 }
 
 // What `make` returns, and where it lies.
@@ -247,7 +266,7 @@ static PyObject *make_outputs(const Calls *self, const Kept *kept, char **made) 
 static PyObject *launch(const Calls *self, const Kept *kept, const Argument *arguments, void *stream, bool early) {
     int64_t values[MOST_NUMBERS];
     char *made[MOST_MADE];
-    memcpy(values, kept->values, kept->numbers * sizeof *values);
+    memcpy(values, kept->values, kept->kernel.numbers * sizeof *values);
     PyObject *pair = NULL, *result = NULL;
     if (kept->make != Py_None && !(pair = make_outputs(self, kept, made))) return NULL;
     for (const Part *part = kept->part; part < kept->part + kept->parts; part++) {
@@ -255,7 +274,8 @@ static PyObject *launch(const Calls *self, const Kept *kept, const Argument *arg
         char *data = given ? arguments[part->tensor].data : made[part->tensor - self->tensors];
         if (data) values[part->number] = (int64_t)(data + part->offset);
     }
-    if (enqueue(self, kept, values, stream, early)) result = Py_NewRef(Py_None);  // Python will be told why, too
+    if (enqueue(self->launch, &kept->kernel, kept->grid, stream, kept->pairs, kept->early && early, values))
+        result = Py_NewRef(Py_None);  // Python will be told why, too
     else result = PyTuple_Pack(2, kept->result, pair ? PyTuple_GetItem(pair, 0) : Py_None);
     Py_XDECREF(pair);
     return result;
@@ -300,13 +320,11 @@ static bool int64s(int64_t *into, int *groups, const char *bytes, Py_ssize_t cou
     return true;
 }
 
-// Whether all places are of numbers of the kernel, and all tensors of the call or made.
-static bool has_places(const Calls *self, const Kept *kept) {
-    for (int i = 0; i < kept->numbers; i++)
-        if (kept->order[i] >= kept->numbers) return false;
+// Whether all parts are numbers of the kernel, and of tensors of the call or made.
+static bool has_parts(const Calls *self, const Kept *kept) {
     for (int i = 0; i < kept->parts; i++) {
         const Part *part = kept->part + i;
-        if (part->number < 0 || part->number >= kept->numbers) return false;
+        if (part->number < 0 || part->number >= kept->kernel.numbers) return false;
         if (part->tensor < 0 || part->tensor >= self->tensors + kept->made) return false;
     }
     return kept->made >= 0 && kept->made <= MOST_MADE;
@@ -329,12 +347,13 @@ static PyObject *Calls_add(PyObject *object, PyObject *args) {
     Calls *self = (Calls *)object;
     PyObject *tensors, *keys, *make, *result;
     unsigned long long function;
-    unsigned threads, shared_bytes, grid, read;
+    unsigned grid, read;
+    Kernel kernel = {0};
     const char *values, *order, *spans, *parts, *extents;
     Py_ssize_t value_bytes, order_bytes, span_bytes, part_bytes, extent_bytes;
     int pairs, early, made, sized;
     if (!PyArg_ParseTuple(args, "O!O!y#Iy#(KIIy#y#)Ippy#OiO", &PyTuple_Type, &tensors, &PyTuple_Type, &keys, &parts,
-                          &part_bytes, &read, &extents, &extent_bytes, &function, &threads, &shared_bytes, &values,
+                          &part_bytes, &read, &extents, &extent_bytes, &function, &kernel.threads, &kernel.shared_bytes, &values,
                           &value_bytes, &order, &order_bytes, &grid, &pairs, &early, &spans, &span_bytes, &make, &made,
                           &result))
         return NULL;
@@ -350,11 +369,11 @@ static PyObject *Calls_add(PyObject *object, PyObject *args) {
     Kept *kept = PyMem_Calloc(1, sizeof *kept);
     if (!kept) return PyErr_NoMemory();
     kept->users = 1;
-    bool fits = int64s(kept->values, &kept->numbers, values, value_bytes, 1, MOST_NUMBERS) &&
+    bool fits = int64s(kept->values, &kernel.numbers, values, value_bytes, 1, MOST_NUMBERS) &&
                 int64s(kept->span, &kept->spans, spans, span_bytes, 2, MOST_SPANS) &&
                 int64s((int64_t *)kept->part, &kept->parts, parts, part_bytes, 3, MOST_PARTS) &&
                 int64s(kept->extents, &sized, extents, extent_bytes, self->tensors, 1) &&
-                order_bytes == (Py_ssize_t)(kept->numbers * sizeof *kept->order);
+                order_bytes == (Py_ssize_t)(kernel.numbers * sizeof *kernel.order);
     if (!fits) {
         release(kept);
         Py_RETURN_FALSE;
@@ -364,16 +383,14 @@ static PyObject *Calls_add(PyObject *object, PyObject *args) {
         if (!(kept->keys[i] = i || same_as[i] == Py_None ? Py_NewRef(same_as[i]) : PyWeakref_NewRef(same_as[i], NULL))) break;
     kept->make = Py_NewRef(make);
     kept->result = Py_NewRef(result);
-    kept->function = (void *)(uintptr_t)function;
+    bool ordered = describe(&kernel, function, order, order_bytes);
+    kept->kernel = kernel;
     kept->made = made;
     kept->read = read;
     kept->grid = grid;
-    kept->threads = threads;
-    kept->shared_bytes = shared_bytes;
     kept->pairs = pairs;
     kept->early = early;
-    memcpy(kept->order, order, order_bytes);
-    if (PyErr_Occurred() || !sized || !has_places(self, kept)) {
+    if (PyErr_Occurred() || !sized || !ordered || !has_parts(self, kept)) {
         release(kept);
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "add: parts must be of tensors and numbers that there are");
         return NULL;
@@ -464,16 +481,155 @@ static PyType_Slot SLOTS[] = {
 };
 static PyType_Spec SPEC = {"cute_ep.runtime._launcher.Calls", sizeof(Calls), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, SLOTS};
 
-static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_launcher", "Launches of calls that come again.", -1};
+// ---- kernels that Python gives the numbers of
 
-PyMODINIT_FUNC PyInit__launcher(void) {
-    PyObject *module = PyModule_Create(&MODULE), *type = PyType_FromSpec(&SPEC);
-    REQUIRES_GRAD = PyUnicode_InternFromString("requires_grad");
-    IS_INFERENCE = PyUnicode_InternFromString("is_inference");
-    if (!module || !type || !REQUIRES_GRAD || !IS_INFERENCE || PyModule_AddObject(module, "Calls", type)) {
-        Py_XDECREF(module);
-        Py_XDECREF(type);
+typedef struct {
+    PyObject_HEAD
+    LaunchKernel launch;
+    Kernel kernel;
+    Py_buffer values;
+} Function;
+
+// Appends the numbers of a tuple or list, and of those in it.
+static bool flatten(PyObject *given, int64_t *into, int *count, int most) {
+    bool tuple = PyTuple_Check(given);
+    if (!tuple && !PyList_Check(given)) {
+        PyErr_SetString(PyExc_TypeError, "start: numbers must be in tuples or lists");
+        return false;
+    }
+    Py_ssize_t size = tuple ? PyTuple_Size(given) : PyList_Size(given);
+    for (Py_ssize_t i = 0; i < size; i++) {
+        PyObject *one = tuple ? PyTuple_GetItem(given, i) : PyList_GetItem(given, i);
+        if (!PyLong_Check(one)) {
+            if (!flatten(one, into, count, most)) return false;
+            continue;
+        }
+        if (*count == most) {
+            PyErr_Format(PyExc_ValueError, "start: the kernel has no more than %d numbers", most);
+            return false;
+        }
+        into[(*count)++] = PyLong_AsLongLong(one);
+        if (PyErr_Occurred()) return false;
+    }
+    return true;
+}
+
+PyDoc_STRVAR(start_doc, "start(grid, stream, early, pairs, given)\n--\n\n"
+"Launch the kernel; the numbers of `given`, a tuple or list of these and of numbers, take the place of the first that it\n"
+"has. Returns the driver's status, 0: it was launched. The numbers stay.");
+static PyObject *Function_start(PyObject *object, PyObject *const *args, Py_ssize_t count) {
+    Function *self = (Function *)object;
+    if (count != 5) {
+        PyErr_SetString(PyExc_TypeError, "start: must be given grid, stream, early, pairs and numbers");
         return NULL;
     }
+    unsigned long grid = PyLong_AsUnsignedLong(args[0]);
+    if (PyErr_Occurred()) return NULL;
+    void *stream = PyLong_AsVoidPtr(args[1]);
+    if (PyErr_Occurred()) return NULL;
+    int64_t values[MOST_NUMBERS];
+    int given = 0;
+    if (!flatten(args[4], values, &given, self->kernel.numbers)) return NULL;
+    memcpy(self->values.buf, values, given * sizeof *values);
+    memcpy(values, self->values.buf, self->kernel.numbers * sizeof *values);
+    bool early = args[2] == Py_True, pairs = args[3] == Py_True;
+    return PyLong_FromLong(enqueue(self->launch, &self->kernel, (unsigned)grid, stream, pairs, early, values));
+}
+
+static PyObject *Function_new(PyTypeObject *type, PyObject *args, PyObject *named) {
+    unsigned long long launch, function;
+    Kernel kernel = {0};
+    PyObject *values;
+    const char *order;
+    Py_ssize_t order_bytes;
+    Py_buffer view;
+    if (!PyArg_ParseTuple(args, "KKIIOy#", &launch, &function, &kernel.threads, &kernel.shared_bytes, &values, &order,
+                          &order_bytes) ||
+        PyObject_GetBuffer(values, &view, PyBUF_WRITABLE))
+        return NULL;
+    kernel.numbers = view.len <= MOST_NUMBERS * (Py_ssize_t)sizeof(int64_t) ? (int)(view.len / sizeof(int64_t)) : -1;
+    bool fits = view.len % sizeof(int64_t) == 0 && kernel.numbers >= 0;
+    if (!fits || !describe(&kernel, function, order, order_bytes)) {
+        PyBuffer_Release(&view);
+        PyErr_Format(PyExc_ValueError, "Function: must have at most %d numbers, as many as parameters", MOST_NUMBERS);
+        return NULL;
+    }
+    Function *self = (Function *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!self) {
+        PyBuffer_Release(&view);
+        return NULL;
+    }
+    self->launch = (LaunchKernel)(uintptr_t)launch;
+    self->kernel = kernel;
+    self->values = view;
+    return (PyObject *)self;
+}
+
+static void Function_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    PyBuffer_Release(&((Function *)object)->values);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+PyDoc_STRVAR(function_doc, "Function(launch, function, threads, shared_bytes, values, order)\n--\n\n"
+"A kernel to be launched by cuLaunchKernelEx, at address `launch`, from one thread at a time or several.\n\n"
+"values: its numbers, a writable buffer of int64; order: of each parameter its number as uint16.");
+static PyMethodDef FUNCTION_METHODS[] = {
+    {"start", (PyCFunction)(void (*)(void))Function_start, METH_FASTCALL, start_doc},
+    {0},
+};
+static PyType_Slot FUNCTION_SLOTS[] = {
+    {Py_tp_doc, (void *)function_doc}, {Py_tp_new, Function_new}, {Py_tp_dealloc, Function_dealloc},
+    {Py_tp_methods, FUNCTION_METHODS}, {0},
+};
+static PyType_Spec FUNCTION_SPEC = {"cute_ep.runtime._launcher.Function", sizeof(Function), 0, Py_TPFLAGS_DEFAULT, FUNCTION_SLOTS};
+
+// ---- what kernels tell the host
+
+PyDoc_STRVAR(take_doc, "take(address, count, epoch)\n--\n\n"
+"The values of so many LL words of host memory, or None unless all are of the epoch.");
+static PyObject *take(PyObject *module, PyObject *const *args, Py_ssize_t given) {
+    if (given != 3) {
+        PyErr_SetString(PyExc_TypeError, "take: must be given address, count and epoch");
+        return NULL;
+    }
+    const volatile uint64_t *words = PyLong_AsVoidPtr(args[0]);
+    if (PyErr_Occurred()) return NULL;
+    size_t count = PyLong_AsSize_t(args[1]);
+    if (PyErr_Occurred()) return NULL;
+    unsigned long long epoch = PyLong_AsUnsignedLongLong(args[2]);
+    if (PyErr_Occurred()) return NULL;
+    for (size_t i = count; i--;)  // the last word is as a rule among the last to come
+        if (words[i] >> 32 != epoch) Py_RETURN_NONE;
+    PyObject *found = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; found && i < count; i++) {
+        uint64_t word = words[i];
+        PyObject *value = word >> 32 == epoch ? PyLong_FromUnsignedLong((uint32_t)word) : NULL;
+        if (value) PyList_SetItem(found, (Py_ssize_t)i, value);
+        else Py_CLEAR(found);
+    }
+    if (!found && !PyErr_Occurred()) Py_RETURN_NONE;  // a later record has begun to take its place
+    return found;
+}
+
+// ---- the module
+
+static PyMethodDef FUNCTIONS[] = {{"take", (PyCFunction)(void (*)(void))take, METH_FASTCALL, take_doc}, {0}};
+static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_launcher", "Launches, and what they tell.", -1, FUNCTIONS};
+
+static bool add_type(PyObject *module, const char *name, PyType_Spec *spec) {
+    PyObject *type = PyType_FromSpec(spec);
+    bool added = type && !PyModule_AddObjectRef(module, name, type);
+    Py_XDECREF(type);
+    return added;
+}
+
+PyMODINIT_FUNC PyInit__launcher(void) {
+    PyObject *module = PyModule_Create(&MODULE);
+    REQUIRES_GRAD = PyUnicode_InternFromString("requires_grad");
+    IS_INFERENCE = PyUnicode_InternFromString("is_inference");
+    bool made = module && REQUIRES_GRAD && IS_INFERENCE;
+    if (!made || !add_type(module, "Calls", &SPEC) || !add_type(module, "Function", &FUNCTION_SPEC)) Py_CLEAR(module);
     return module;
 }

@@ -9,13 +9,16 @@ with torch (one thread of a CPU, 2026-11-26).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from cute_ep.api.errors import EPError
+from cute_ep.layouts.maps.parameters import Fields
 from cute_ep.torch_internals import exchange_api
 
 
@@ -27,6 +30,20 @@ class Calls(Protocol):
 
     def add(self, *launch: object) -> bool:
         """Keep a launch."""
+
+
+Start: TypeAlias = Callable[[int, int, bool, bool, Fields], int]
+"""`start` of `launcher.c`'s `Function`."""
+Take: TypeAlias = Callable[[int, int, int], "list[int] | None"]
+"""`take` of `launcher.c`."""
+
+
+def _module() -> ModuleType | None:
+    """`launcher.c`, if it was compiled; what is not about tensors needs no more."""
+    try:
+        return import_module("cute_ep.runtime._launcher")
+    except ImportError:
+        return None
 
 
 @cache
@@ -81,3 +98,22 @@ def make_calls(
     if why is not None:
         raise EPError(f"compiled launcher: {why}")
     return _calls((*driver_addresses(), context), reports, tensors, written, keys, addresses=addresses)
+
+
+def starter(function: int, threads: int, shared_bytes: int, values: ctypes.Array, order: bytes) -> Start | None:
+    """What launches a kernel, as `Kernel.described` describes it, whose numbers are `values`. None: Python must."""
+    module = _module()
+    if module is None:
+        return None
+    try:
+        launch, _ = driver_addresses()
+    except EPError:
+        return None
+    start: Start = module.Function(launch, function, threads, shared_bytes, values, order).start
+    return start
+
+
+def taker() -> Take | None:
+    """What takes numbers that kernels have told the host. None: Python must."""
+    module = _module()
+    return None if module is None else module.take
