@@ -20,22 +20,32 @@ WORD = torch.int32
 WORD_BYTES = WORD.itemsize
 
 
+class Piece(NamedTuple):
+    """A row-major tensor of these extents and type, behind so many words."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+    dtype: torch.dtype
+
+
 class Pieces(NamedTuple):
-    """Pieces of an allocation of so many words, by name: bytes before each, at multiples of VECTOR_BYTES; its extents
-    and type."""
+    """Pieces of an allocation of so many words, by name, and bytes before each, which are multiples of VECTOR_BYTES."""
 
     words: int
     begins: dict[str, int]
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    by_name: dict[str, Piece]
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Pieces:
         """For row-major tensors of these shapes and types, whose elements have 4 bytes."""
-        begins, end = {}, 0
-        for name, (shape, _) in shapes.items():
+        begins, by_name, end = {}, {}, 0
+        for name, (shape, dtype) in shapes.items():
             begins[name] = end
+            strides = tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
+            by_name[name] = Piece(tuple(shape), strides, end // WORD_BYTES, dtype)
             end += align_up(prod(shape) * WORD_BYTES, VECTOR_BYTES)
-        return cls(end // WORD_BYTES, begins, shapes)
+        return cls(end // WORD_BYTES, begins, by_name)
 
     @property
     def nbytes(self) -> int:
@@ -44,14 +54,14 @@ class Pieces(NamedTuple):
 
 
 class Carving:
-    """New memory for `pieces`, of undefined content, at address `first`. A tensor carved out of it keeps all of it."""
+    """New memory for `pieces`, of undefined content, at `address`. A tensor carved out of it keeps all of it."""
 
-    __slots__ = ("_made", "_memory", "first", "pieces")
+    __slots__ = ("_made", "_memory", "address", "pieces")
 
     def __init__(self, pieces: Pieces, device: torch.device | str) -> None:
         self.pieces = pieces
         self._memory = torch.empty(pieces.words, dtype=WORD, device=device)
-        self.first = self._memory.data_ptr()
+        self.address = self._memory.data_ptr()
         self._made: dict[str, torch.Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -59,16 +69,16 @@ class Carving:
 
     def addresses(self) -> dict[str, int]:
         """Where each tensor begins."""
-        first = self.first
+        first = self.address
         return {name: first + begin for name, begin in self.pieces.begins.items()}
 
     def span(self) -> tuple[int, int]:
         """Addresses of the first byte and behind the last."""
-        return self.first, self.first + self.pieces.nbytes
+        return self.address, self.address + self.pieces.nbytes
 
     def addresses_of(self, *names: str) -> list[int]:
         """Where some of them begin."""
-        first, begins = self.first, self.pieces.begins
+        first, begins = self.address, self.pieces.begins
         return [first + begins[name] for name in names]
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -77,16 +87,23 @@ class Carving:
         made = self._made.get(name)
         if made is not None:
             return made
+        piece = self.pieces.by_name[name]
+        return self._made.setdefault(name, self._carved(piece, piece.shape))  # another thread may have been faster
+
+    def first(self, name: str, rows: int) -> torch.Tensor:
+        """The first rows of `tensor`, made as that is, anew each time unless they are all."""
+        piece = self.pieces.by_name[name]
+        return self.tensor(name) if rows == piece.shape[0] else self._carved(piece, (rows, *piece.shape[1:]))
+
+    def rows(self, count: int) -> torch.Tensor:
+        """A tensor with so many rows, no more than words, for what asks only how many there are."""
+        return self._memory.as_strided((count,), (1,), 0)
+
+    def _carved(self, piece: Piece, shape: tuple[int, ...]) -> torch.Tensor:
         memory, inference = self._memory, self._memory.is_inference()
         if torch.is_inference_mode_enabled() != inference:
             with torch.inference_mode(inference):
-                return self.tensor(name)
-        shape, dtype = self.pieces.shapes[name]
-        if dtype != WORD:
-            memory = memory.view(dtype)
-        strides, step = [], 1
-        for extent in reversed(shape):
-            strides.append(step)
-            step *= extent
-        new = memory.as_strided(shape, strides[::-1], self.pieces.begins[name] // WORD_BYTES).data
-        return self._made.setdefault(name, new)  # another thread may have been faster
+                return self._carved(piece, shape)
+        if piece.dtype != WORD:
+            memory = memory.view(piece.dtype)
+        return memory.as_strided(shape, piece.strides, piece.first).data

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from operator import add
 from typing import Any, NamedTuple
@@ -22,6 +21,8 @@ from cute_ep.layouts.maps.variants import TELL_KERNEL
 from cute_ep.runtime.driver import launch_on
 from cute_ep.runtime.host_words import HostWords
 from cute_ep.runtime.local_kernels import local_kernel
+from cute_ep.runtime.streams import stream_of
+from cute_ep.torch_internals import current_stream
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -147,29 +148,32 @@ class Counting:
         ranks, local = communicator.cfg.world_size, experts // communicator.cfg.world_size
         sums = torch.empty((ranks, ranks), dtype=torch.int32, device=device) if ends else None
         number, address, epoch = words.begin() if told else (0, 0, 0)
-        apart = communicator.stream if communicator.shares_device else None
-        if sums is not None and apart is not None:
-            sums.record_stream(apart)
-        with nullcontext() if apart is None else torch.cuda.stream(apart):
-            stream = torch.cuda.current_stream(device)
-            if ends or told:
-                arguments = TellArgs(
-                    table=self.table.data_ptr(),
-                    num_rows=self._num_rows,
-                    told=address,
-                    ends=0 if sums is None else sums.data_ptr(),
-                    ranks=ranks,
-                    nodes=communicator.cfg.nodes,
-                    words=self.table.shape[1],
-                    rank=communicator.rank,
-                    local_experts=local,
-                    tokens=ranks + experts,
-                    epoch=epoch,
-                )
-                launch_on(device.index, self._kernel, 1, arguments)
+        stream, apart = current_stream(device.index), communicator.stream if communicator.shares_device else None
+        if apart is not None:
+            stream = apart.cuda_stream
+            if sums is not None:
+                sums.record_stream(apart)
+        if ends or told:
+            arguments = TellArgs(
+                table=self.table.data_ptr(),
+                num_rows=self._num_rows,
+                told=address,
+                ends=0 if sums is None else sums.data_ptr(),
+                ranks=ranks,
+                nodes=communicator.cfg.nodes,
+                words=self.table.shape[1],
+                rank=communicator.rank,
+                local_experts=local,
+                tokens=ranks + experts,
+                epoch=epoch,
+            )
+            launch_on(device.index, self._kernel, 1, arguments, stream)
+
+        def ended() -> bool:
+            return stream_of(device, stream).query()
 
         def receive() -> ReceiveCounts:
-            found = words.wait(number, local + TOLD_BESIDE_ENTRIES, lambda: communicator.failed, stream.query)
+            found = words.wait(number, local + TOLD_BESIDE_ENTRIES, lambda: communicator.failed, ended)
             if found is None:
                 communicator.synchronize()
                 raise EPError(f"rank {communicator.rank}: an exchange of counts has ended without them; connect again")

@@ -175,14 +175,15 @@ def allocate(nbytes: int, ask: Callable[[int], int | None] = driver_calls.alloca
     return made
 
 
-def launch_on(device: int, kernel: Kernel, grid: int, given: Fields) -> None:
-    """`Kernel.launch` on the current stream of a device, an ordinal. torch takes microseconds to make a device current
-    that is."""
+def launch_on(device: int, kernel: Kernel, grid: int, given: Fields, stream: int | None = None) -> None:
+    """`Kernel.launch` on a stream of a device, an ordinal, by default on the current one. torch takes microseconds to
+    make a device current that is."""
+    where = current_stream(device) if stream is None else stream
     if torch.cuda.current_device() == device:
-        kernel.launch(grid, given, current_stream(device))
+        kernel.launch(grid, given, where)
         return
     with torch.cuda.device(device):
-        kernel.launch(grid, given, current_stream(device))
+        kernel.launch(grid, given, where)
 
 
 class Allocation(Protocol):

@@ -117,7 +117,7 @@ def of_received(cfg: EPConfig, pending: PendingDispatch, out: DispatchBuffers | 
 
 def _carved(out: DispatchBuffers, carving: Carving) -> Kind:
     """INTO, no key that a weak reference keeps, and what tells where the tensors are."""
-    return out.tokens, out.scales, out.row_scales, carving.first, None, carving.pieces
+    return out.tokens, out.scales, out.row_scales, carving.address, None, carving.pieces
 
 
 def _tokens(out: DispatchBuffers | None) -> torch.Tensor | None:
