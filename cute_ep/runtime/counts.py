@@ -123,7 +123,7 @@ class Counting:
         device, cfg = self.communicator.device, self.communicator.cfg
         if told and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise EPError("the host waits for numbers of rows, so no CUDA graph can capture this call")
-        tokens = counts.view(torch.bfloat16).expand(len(self.everyone), -1)
+        tokens = counts.view(torch.bfloat16).expand(cfg.max_tokens_per_rank, -1)
         self.communicator.dispatch(tokens, self.everyone, out=self.out)
         if self._told is not None:
             return self._tell(self._told, experts, ends=ends, told=told)

@@ -142,6 +142,7 @@ class NormalMode:
     ) -> None:
         self._pool, self._opening, self._words, self._timeout_s = pool, opening, words, timeout_s
         self._configs: dict[tuple[object, ...], EPConfig] = {}
+        self._countings: dict[int, Counting] = {}
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -155,8 +156,12 @@ class NormalMode:
 
     def counting(self, counts: torch.Tensor) -> Counting:
         """What exchanges `RouteCounts.counts`."""
-        asked: dict[str, Any] = {"opening": self._opening, "timeout_s": self._timeout_s}
-        return self._pool.counting(counts.size(0), **asked, ranks_per_node=self.ranks_per_node)
+        words = counts.size(0)
+        found = self._countings.get(words)
+        if found is None or found.communicator.closed:
+            asked: dict[str, Any] = {"opening": self._opening, "timeout_s": self._timeout_s}
+            found = self._countings[words] = self._pool.counting(words, **asked, ranks_per_node=self.ranks_per_node)
+        return found
 
     def config(
         self,
@@ -225,6 +230,8 @@ class NormalMode:
         room for its tokens. Returns [rows, hidden], [rows, factors] scale factors, by source rank, and the batch."""
         x, scales, _ = sent
         if early is None or early.communicator.cfg.max_tokens_per_rank < route.tokens:
+            if early is not None:
+                route.of_rows = None  # whose communicator may give way
             communicator = self._connect(self.config(x.shape[1], route, scaled=scales is not None))
             early = Early(communicator, self._send(communicator, sent, route.routes.ids, route, rows, exact=exact))
         communicator, batch = early
@@ -233,7 +240,7 @@ class NormalMode:
             factors = route.by_source(batch, "scales", rows).contiguous().view(scales.dtype)
             factors = factors[:, : scales.shape[1]].contiguous()
         if route.of_rows is None or route.of_rows.hold.communicator.closed:
-            route.of_rows = Returned(self._pool.hold(communicator), batch.without_rows())
+            route.of_rows = self._returned(communicator, batch)
         return route.by_source(batch, "tokens", rows), factors, batch
 
     def send_early(self, sent: Sent, route: Route) -> Early | None:
@@ -254,7 +261,12 @@ class NormalMode:
         ids = route.routes.ids
         if x.shape[0] > most:
             sent, ids = (x[:0], None if scales is None else scales[:0], None), ids[:0]
-        return Early(communicator, self._send(communicator, sent, ids, route, rows))
+        batch = self._send(communicator, sent, ids, route, rows)
+        route.of_rows = self._returned(communicator, batch)  # while the counts are on their way
+        return Early(communicator, batch)
+
+    def _returned(self, communicator: EPCommunicator, batch: Dispatched) -> Returned:
+        return Returned(self._pool.hold(communicator), batch.without_rows())
 
     def _agreed_tokens(self, route: Route) -> int:
         """Of `config`, for what finds the same communicator on all ranks before they know each other's tokens."""
@@ -331,7 +343,8 @@ class NormalMode:
 
 def entries_of(batch: Dispatched, route: Route, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there)."""
-    local, weights = (route.by_source(batch, name, route.rows) for name in ("row_expert_ids", "row_weights"))
+    local = route.by_source(batch, "row_expert_ids", route.rows)
+    weights = route.by_source(batch, "row_weights", route.rows)
     if slots != weights.size(1):
         local, weights = local[:, :slots], weights[:, :slots].contiguous()
     return local.long(), weights
