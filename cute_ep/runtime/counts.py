@@ -15,7 +15,6 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.local_arguments import TOLD_BESIDE_ENTRIES, TellArgs
-from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOP_K, RANK_MAJOR
 from cute_ep.layouts.maps.variants import TELL_KERNEL
 from cute_ep.runtime.driver import launch_on
@@ -53,7 +52,10 @@ class ReceiveCounts(NamedTuple):
 
     def padded(self, alignment: int) -> list[int]:
         """Rows of each local expert, padded to a multiple of `alignment`."""
-        return self.entries if alignment == 1 else [align_up(count, alignment) for count in self.entries]
+        if alignment == 1:
+            return self.entries
+        more = alignment - 1  # `align_up`, called for each of 128, takes 9 us instead of 5 (a CPU, 2026-11-26)
+        return [(count + more) // alignment * alignment for count in self.entries]
 
 
 class CountExchange:

@@ -135,11 +135,16 @@ class Kernel:
                 (programmatic dependent launch).
             pairs: in clusters of 2, so `grid` must be even and the device of compute capability 9 or newer.
         """
-        profiled, start = profiler_enabled(), self._start
-        if start is not None and not profiled and start(grid, stream, early, pairs, given) == 0:
-            return
-        flat = numbers(given)  # also where the driver has refused: Python says why
-        with self._in_range() if profiled else self._lock:
+        start = self._start
+        if start is None or profiler_enabled() or start(grid, stream, early, pairs, given):
+            self.launch_by_python(grid, given, stream, early=early, pairs=pairs)  # which says why the driver refuses
+
+    def launch_by_python(
+        self, grid: int, given: Fields, stream: int, *, early: bool = False, pairs: bool = False
+    ) -> None:
+        """`launch` without the compiled launcher."""
+        flat = numbers(given)
+        with self._in_range() if profiler_enabled() else self._lock:
             _packer(len(flat))(self._values, 0, *flat)
             self._launcher.launch(grid, stream, self._pointers_at, early, pairs)
 

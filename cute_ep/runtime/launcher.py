@@ -12,7 +12,6 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -20,6 +19,9 @@ import torch
 from cute_ep.api.errors import EPError
 from cute_ep.layouts.maps.parameters import Fields
 from cute_ep.torch_internals import exchange_api
+
+MODULE = "cute_ep.runtime._launcher"
+"""What `launcher.c` is compiled to."""
 
 
 class Calls(Protocol):
@@ -38,19 +40,11 @@ Take: TypeAlias = Callable[[int, int, int], "list[int] | None"]
 """`take` of `launcher.c`."""
 
 
-def _module() -> ModuleType | None:
-    """`launcher.c`, if it was compiled; what is not about tensors needs no more."""
-    try:
-        return import_module("cute_ep.runtime._launcher")
-    except ImportError:
-        return None
-
-
 @cache
 def missing() -> str | None:
     """Why calls are launched by Python alone, in words; None: they need not be."""
     try:
-        import_module("cute_ep.runtime._launcher")
+        import_module(MODULE)
     except ImportError as error:
         return f"it was not compiled, or not for this Python ({error})"
     if exchange_api() is None:
@@ -63,9 +57,8 @@ def missing() -> str | None:
 
 
 def _calls(driver: tuple[int, int, int], reports: tuple[int, int, int], *numbers: int, addresses: int = 0) -> Calls:
-    launcher = import_module("cute_ep.runtime._launcher")
     of_torch = exchange_api(), torch.Tensor, torch.is_grad_enabled
-    return launcher.Calls(*of_torch, driver, reports, *numbers, addresses)
+    return import_module(MODULE).Calls(*of_torch, driver, reports, *numbers, addresses)
 
 
 def driver_addresses() -> tuple[int, int]:
@@ -102,18 +95,17 @@ def make_calls(
 
 def starter(function: int, threads: int, shared_bytes: int, values: ctypes.Array, order: bytes) -> Start | None:
     """What launches a kernel, as `Kernel.described` describes it, whose numbers are `values`. None: Python must."""
-    module = _module()
-    if module is None:
+    if missing() is not None:
         return None
     try:
         launch, _ = driver_addresses()
     except EPError:
         return None
-    start: Start = module.Function(launch, function, threads, shared_bytes, values, order).start
+    made = import_module(MODULE).Function(launch, function, threads, shared_bytes, values, order)
+    start: Start = made.start
     return start
 
 
 def taker() -> Take | None:
     """What takes numbers that kernels have told the host. None: Python must."""
-    module = _module()
-    return None if module is None else module.take
+    return None if missing() is not None else import_module(MODULE).take

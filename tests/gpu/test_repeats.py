@@ -16,8 +16,8 @@ from cute_ep.api.errors import EPInputError
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.launcher import missing
 from cute_ep.testing.compare import assert_bits
+from cute_ep.testing.launches import by_python
 from cute_ep.testing.workloads import make_rank_inputs
-from tests.compiled_launches import by_python
 
 from .conftest import connected
 

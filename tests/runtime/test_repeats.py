@@ -18,8 +18,9 @@ from cute_ep.api.errors import EPError
 from cute_ep.layouts.maps.variants import NO_HOOKS
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.launcher import missing
+from cute_ep.testing.launches import by_python
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
-from tests.compiled_launches import by_python, compiled
+from tests.compiled_launches import compiled
 from tests.fake_gpu import CFG, HOOKS, MAX_CTAS, SHARED_EXPERT, SKIP_A2A, Launch, Launches, MakeRank, expert_rows
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"there is no compiled launcher: {missing()}")

@@ -16,8 +16,9 @@ from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.launcher import missing
+from cute_ep.testing.launches import by_python
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
-from tests.compiled_launches import CONTEXT, by_python, compiled
+from tests.compiled_launches import CONTEXT, compiled
 from tests.fake_gpu import CFG, Launches, MakeRank, expert_rows, inputs, report
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"there is no compiled launcher: {missing()}")
