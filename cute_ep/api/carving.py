@@ -7,6 +7,7 @@ these need no more than an address.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -29,6 +30,12 @@ class Piece(NamedTuple):
     dtype: torch.dtype
 
 
+@lru_cache(maxsize=1024)
+def _strides(row: tuple[int, ...]) -> tuple[int, ...]:
+    """Of row-major rows of these extents."""
+    return tuple(prod(row[place:]) for place in range(len(row) + 1))
+
+
 class Pieces(NamedTuple):
     """Pieces of an allocation of so many words, by name, and bytes before each, which are multiples of VECTOR_BYTES."""
 
@@ -42,8 +49,7 @@ class Pieces(NamedTuple):
         begins, by_name, end = {}, {}, 0
         for name, (shape, dtype) in shapes.items():
             begins[name] = end
-            strides = tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
-            by_name[name] = Piece(tuple(shape), strides, end // WORD_BYTES, dtype)
+            by_name[name] = Piece(shape, _strides(shape[1:]), end // WORD_BYTES, dtype)
             end += align_up(prod(shape) * WORD_BYTES, VECTOR_BYTES)
         return cls(end // WORD_BYTES, begins, by_name)
 

@@ -41,6 +41,8 @@ INTO = ("out.tokens", "scales.data", "out.row_scales", CARVED)
 """Those of buffers that were carved."""
 MAKING = ("dispatch", "dispatch_wait")
 """Operations that make buffers where the caller gives none."""
+PIECES_KEPT = 64
+"""Of buffers that calls were given."""
 SMALL = 256
 """Python has one object for each number up to this one."""
 
@@ -194,6 +196,7 @@ class Repeats:
         reports: tuple[int, int, int],
     ) -> None:
         self._cfg, self._device, self._shapes = cfg, device, buffer_shapes(cfg, rows_for(cfg, None))
+        self._pieces: dict[int, object] = {}  # by their number
         context = kernels["dispatch"].context
         self.calls: dict[str, Calls] = {
             name: make_calls(context, reports, len(one.tensors), one.written, one.keys, one.addresses)
@@ -211,7 +214,8 @@ class Repeats:
         result: torch.Tensor | None = None,
     ) -> None:
         """Keep a call that was launched, so that one of the same kind is launched again. Not one into buffers that the
-        kernel is not bound to, or with a number that the next call would give as another object.
+        kernel is not bound to, or with a number that the next call would give as another object; nor the first one into
+        buffers that were carved for so many rows, since calls may have other numbers of rows each time.
 
         Args:
             kind: with all keys.
@@ -223,6 +227,8 @@ class Repeats:
         count = len(one.tensors)
         out, *others = kind[count:]
         if (out is not None and spans is None) or any(type(key) is int and key > SMALL for key in others):
+            return
+        if CARVED in one.tensors and not self._was_carved(others[0]):
             return
         ends = [] if out is None or spans is None else list(chain.from_iterable(zip(*spans, strict=True)))
         make: Callable[[], Made] | None = None
@@ -254,6 +260,15 @@ class Repeats:
             len(made),
             shape,
         )
+
+    def _was_carved(self, pieces: object) -> bool:
+        """Whether a call before was given buffers of such pieces."""
+        known = self._pieces.get(id(pieces)) is pieces
+        if not known:
+            if len(self._pieces) >= PIECES_KEPT:
+                self._pieces.clear()
+            self._pieces[id(pieces)] = pieces
+        return known
 
     def _new_buffers(self) -> Made:
         made = DispatchBuffers.of_shapes(self._cfg, self._device, self._shapes)

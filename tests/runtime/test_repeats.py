@@ -222,6 +222,15 @@ def test_numbers_of_tokens_are_launched_apart(make_rank: MakeRank, launches: Lau
         assert launches.last().arguments["input.tokens"] == 0 and launches.compiled.count == before
 
 
+def test_calls_with_another_number_of_rows_each_time_are_not_kept(make_rank: MakeRank, launches: Launches) -> None:
+    """Only those into as many rows as a call before."""
+    rank, given = make_rank(BF16), arguments(BF16)
+    for rows in (8, 16, 24, 8, 8, 24):
+        rank.dispatch(**given, out=DispatchBuffers.carve(BF16, rank.device, rows))
+        assert launches.last().arguments["out.capacity"] == rows
+    assert launches.compiled.count == 1
+
+
 def test_launches_are_early_after_one_that_allows_it(make_rank: MakeRank, launches: Launches) -> None:
     """Whoever has made that one, where two launches fit side by side."""
     rank, given = make_rank(BF16), arguments(BF16)

@@ -204,7 +204,7 @@ CARVED_MISTAKES: dict[str, Callable[[Communicator, Given], Given]] = {
 def test_carved_buffers_are_refused_in_the_words_of_python(make_rank: MakeRank, launches: Launches, name: str) -> None:
     rank = make_rank(replace(CFG, dispatch_format="bf16"))
     given: Given = dict(zip(("x", "topk_ids", "router_weights"), inputs(), strict=True))
-    for _ in range(2):
+    for _ in range(3):
         rank.dispatch(**given, out=carved(rank))
     assert launches.compiled.count == 1
     wrong = given | CARVED_MISTAKES[name](rank, given)
