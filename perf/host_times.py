@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 
@@ -24,6 +25,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.bench.machine import environment
 from cute_ep.bench.timing import Runner
 from cute_ep.runtime.communicator import Communicator
+from cute_ep.testing.launches import by_python
 from perf.cases import MAIN
 
 TOKENS = (1, 16)
@@ -65,8 +67,7 @@ def rounds(ep: Communicator, tokens: int) -> dict[str, Callable[[], object]]:
 def measure(ep: Communicator, tokens: int, turns: int) -> dict[str, dict[str, list[float]]]:
     """us of this rank's thread, by name, way and turn."""
     stream = torch.cuda.Stream()
-    compiled = ep._repeats
-    if compiled is None:
+    if ep._repeats is None:
         raise SystemExit("perf.host_times: cute-ep info says why there is no compiled launcher")
     with torch.cuda.stream(stream), Runner([stream], ep.synchronize) as runner:
         works = rounds(ep, tokens)
@@ -74,11 +75,10 @@ def measure(ep: Communicator, tokens: int, turns: int) -> dict[str, dict[str, li
         for turn in range(turns):
             for name, work in works.items():
                 for way in WAYS if turn % 2 else reversed(WAYS):
-                    ep._repeats = compiled if way == "compiled" else None
-                    for _ in range(3):
-                        work()
-                    found[name][way].append(1e6 * runner.host_time(lambda lane, index, work=work: work()))
-    ep._repeats = compiled
+                    with nullcontext() if way == "compiled" else by_python(ep):
+                        for _ in range(3):
+                            work()
+                        found[name][way].append(1e6 * runner.host_time(lambda lane, index, work=work: work()))
     return found
 
 

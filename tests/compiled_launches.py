@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from cute_ep.runtime.communicator import Communicator
-
 if TYPE_CHECKING:
     from tests.fake_gpu import Launches
 
@@ -19,16 +17,6 @@ SHARED_BYTES = 48
 SUCCESS, INVALID_VALUE = 0, 1
 CLUSTER, EARLY = 4, 6
 """CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
-
-
-@contextmanager
-def by_python(rank: Communicator) -> Iterator[None]:
-    """Calls in this block are launched by Python."""
-    kept, rank._repeats = rank._repeats, None
-    try:
-        yield
-    finally:
-        rank._repeats = kept
 
 
 @contextmanager

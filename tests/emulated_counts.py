@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,8 +60,8 @@ class Stream:
         self.at_once, self.asked, self.launches, self.waited = True, 0, list[TellArgs](), False
         self.kept: list[torch.Tensor] = []
 
-    def launch(self, device: int | None, kernel: object, grid: int, given: TellArgs) -> None:
-        assert kernel == "tell_counts" and grid == 1
+    def launch(self, device: int | None, kernel: object, grid: int, given: TellArgs, stream: int) -> None:
+        assert kernel == "tell_counts" and grid == 1 and stream == self.cuda_stream
         self.launches.append(given)
         if self.at_once:
             self.run()
@@ -89,10 +88,11 @@ class Stream:
 def telling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     """The stream of all that the host launches to be told counts, on the CPU in place of a GPU."""
     made = Stream()
-    cuda = SimpleNamespace(current_stream=lambda device: made, stream=lambda stream: nullcontext())
     monkeypatch.setattr(counts, "kernels_tell", lambda communicator: True)
-    monkeypatch.setattr(counts, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda, "empty": made.empty}))
+    monkeypatch.setattr(counts, "torch", SimpleNamespace(**{**vars(torch), "empty": made.empty}))
     monkeypatch.setattr(counts, "local_kernel", lambda device, name, fmt, folder: name)
+    monkeypatch.setattr(counts, "current_stream", lambda device: made.cuda_stream)
+    monkeypatch.setattr(counts, "stream_of", lambda device, handle: made)
     monkeypatch.setattr(counts, "launch_on", made.launch)
     monkeypatch.setattr(host_words, "HostMemory", PlainHostMemory)
     yield made

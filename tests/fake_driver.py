@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from cute_ep.runtime import driver_calls
+from cute_ep.api.errors import EPError
+from cute_ep.runtime import driver_calls, launcher
 
 cuda: Any = driver_calls.driver
 OK = (cuda.CUresult.CUDA_SUCCESS,)
@@ -62,8 +63,13 @@ class FakeDriver:
         self._owners: dict[int, int] = {}  # by file: where its owner has mapped it
         self._thread = threading.local()
         self._numbers = itertools.count(1)
+        monkeypatch.setattr(launcher, "driver_addresses", self._addresses)
         for name in [name for name in dir(self) if name.startswith("cu")]:
             monkeypatch.setattr(cuda, name, self._noted(name))
+
+    def _addresses(self) -> tuple[int, int]:
+        """The compiled launcher finds no driver, unless tests give it one."""
+        raise EPError("CUDA driver: there is none")
 
     def _noted(self, name: str) -> Callable[..., tuple]:
         def call(*arguments: Any) -> tuple:

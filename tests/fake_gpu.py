@@ -27,7 +27,7 @@ import torch
 from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.launch import THREADS, WARPS
-from cute_ep.layouts.maps.parameters import numbers, parameters_of
+from cute_ep.layouts.maps.parameters import Fields, numbers, parameters_of
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.variants import COMBINE_KERNELS, NO_HOOKS, Hooks, Variant
 from cute_ep.runtime import communicator as communicator_module
@@ -187,15 +187,15 @@ class RecordingKernel:
     def launch(
         self,
         grid: int,
-        given: Sequence[int],
+        given: Fields,
         stream: int,
         *,
         early: bool = False,
         pairs: bool = False,
         threads: int = THREADS,
     ) -> None:
-        fresh = dict(zip(self.slots, given, strict=False))
-        assert len(fresh) == len(given), f"{self.variant.symbol} has no more than {len(self.slots)} parameters"
+        fresh = dict(zip(self.slots, flat := numbers(given), strict=False))
+        assert len(fresh) == len(flat), f"{self.variant.symbol} has no more than {len(self.slots)} parameters"
         self.values |= fresh
         self._record(dict(self.values), grid, threads, stream, early, pairs)
 

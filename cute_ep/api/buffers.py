@@ -122,9 +122,22 @@ class DispatchBuffers:
         """The same with other tensors, which must be checked; makes none of those that are not there yet."""
         return self._made({**vars(self), **changes}, self.memory._replace(cfg=None))
 
+    def first(self, name: str, rows: int) -> torch.Tensor:
+        """The first rows of a tensor that the configuration has, which may have no others. No view for autograd, which
+        refuses to change it in place and keeps its memory when that of the rows was freed."""
+        carving = self.memory.carving
+        if carving is not None and name not in vars(self):
+            return carving.first(name, rows)
+        tensor: torch.Tensor = getattr(self, name)
+        return tensor if tensor.size(0) == rows else tensor.narrow(0, 0, rows).data
+
     def without_rows(self) -> DispatchBuffers:
         """The same without the memory of rows and scale factors: `tokens` is one that has as many rows."""
-        rows = self.src_info if self.row_expert_ids is None else self.row_expert_ids
+        carving = self.memory.carving
+        if carving is not None:
+            rows = carving.rows(self.tokens.size(0))
+        else:
+            rows = self.src_info if self.row_expert_ids is None else self.row_expert_ids
         return self._made({**vars(self), "tokens": rows, "scales": None, "row_scales": None}, self.memory)
 
     def __getstate__(self) -> dict[str, Any]:

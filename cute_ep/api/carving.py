@@ -7,6 +7,7 @@ these need no more than an address.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -20,50 +21,70 @@ WORD = torch.int32
 WORD_BYTES = WORD.itemsize
 
 
+class Piece(NamedTuple):
+    """A row-major tensor of these extents and type, behind so many words."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+    dtype: torch.dtype
+
+
+@lru_cache(maxsize=1024)
+def _strides(row: tuple[int, ...]) -> tuple[int, ...]:
+    """Of row-major rows of these extents."""
+    return tuple(prod(row[place:]) for place in range(len(row) + 1))
+
+
 class Pieces(NamedTuple):
-    """Pieces of an allocation of so many words, by name: bytes before each, at multiples of VECTOR_BYTES; its extents
-    and type."""
+    """Pieces of an allocation of so many words, by name, and bytes before each, which are multiples of VECTOR_BYTES."""
 
     words: int
     begins: dict[str, int]
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    by_name: dict[str, Piece]
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Pieces:
         """For row-major tensors of these shapes and types, whose elements have 4 bytes."""
-        begins, end = {}, 0
-        for name, (shape, _) in shapes.items():
+        begins, by_name, end = {}, {}, 0
+        for name, (shape, dtype) in shapes.items():
             begins[name] = end
+            by_name[name] = Piece(shape, _strides(shape[1:]), end // WORD_BYTES, dtype)
             end += align_up(prod(shape) * WORD_BYTES, VECTOR_BYTES)
-        return cls(end // WORD_BYTES, begins, shapes)
+        return cls(end // WORD_BYTES, begins, by_name)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the allocation."""
+        return self.words * WORD_BYTES
 
 
 class Carving:
-    """New memory for `pieces`, of undefined content. A tensor carved out of it keeps all of it."""
+    """New memory for `pieces`, of undefined content, at `address`. A tensor carved out of it keeps all of it."""
 
-    __slots__ = ("_first", "_made", "_memory", "_pieces")
+    __slots__ = ("_made", "_memory", "address", "pieces")
 
     def __init__(self, pieces: Pieces, device: torch.device | str) -> None:
-        self._pieces = pieces
+        self.pieces = pieces
         self._memory = torch.empty(pieces.words, dtype=WORD, device=device)
-        self._first = self._memory.data_ptr()
+        self.address = self._memory.data_ptr()
         self._made: dict[str, torch.Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._pieces.begins
+        return name in self.pieces.begins
 
     def addresses(self) -> dict[str, int]:
         """Where each tensor begins."""
-        first = self._first
-        return {name: first + begin for name, begin in self._pieces.begins.items()}
+        first = self.address
+        return {name: first + begin for name, begin in self.pieces.begins.items()}
 
     def span(self) -> tuple[int, int]:
         """Addresses of the first byte and behind the last."""
-        return self._first, self._first + self._pieces.words * WORD_BYTES
+        return self.address, self.address + self.pieces.nbytes
 
     def addresses_of(self, *names: str) -> list[int]:
         """Where some of them begin."""
-        first, begins = self._first, self._pieces.begins
+        first, begins = self.address, self.pieces.begins
         return [first + begins[name] for name in names]
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -72,16 +93,23 @@ class Carving:
         made = self._made.get(name)
         if made is not None:
             return made
+        piece = self.pieces.by_name[name]
+        return self._made.setdefault(name, self._carved(piece, piece.shape))  # another thread may have been faster
+
+    def first(self, name: str, rows: int) -> torch.Tensor:
+        """The first rows of `tensor`, made as that is, anew each time unless they are all."""
+        piece = self.pieces.by_name[name]
+        return self.tensor(name) if rows == piece.shape[0] else self._carved(piece, (rows, *piece.shape[1:]))
+
+    def rows(self, count: int) -> torch.Tensor:
+        """A tensor with so many rows, no more than words, for what asks only how many there are."""
+        return self._memory.as_strided((count,), (1,), 0)
+
+    def _carved(self, piece: Piece, shape: tuple[int, ...]) -> torch.Tensor:
         memory, inference = self._memory, self._memory.is_inference()
         if torch.is_inference_mode_enabled() != inference:
             with torch.inference_mode(inference):
-                return self.tensor(name)
-        shape, dtype = self._pieces.shapes[name]
-        if dtype != WORD:
-            memory = memory.view(dtype)
-        strides, step = [], 1
-        for extent in reversed(shape):
-            strides.append(step)
-            step *= extent
-        new = memory.as_strided(shape, strides[::-1], self._pieces.begins[name] // WORD_BYTES).data
-        return self._made.setdefault(name, new)  # another thread may have been faster
+                return self._carved(piece, shape)
+        if piece.dtype != WORD:
+            memory = memory.view(piece.dtype)
+        return memory.as_strided(shape, piece.strides, piece.first).data

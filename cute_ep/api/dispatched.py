@@ -210,7 +210,9 @@ class Dispatched:
         router weights: in exact mode combine must be given them. Those that travelled stay, so partial mode needs
         none."""
         stamp = None if self.stamp is None else self.stamp._replace(router_weights=None)
-        return replace(self, buffers=self.buffers.without_rows(), router_weights=None, stamp=stamp)
+        made = object.__new__(type(self))  # as in `received`
+        vars(made).update(vars(self), buffers=self.buffers.without_rows(), router_weights=None, stamp=stamp)
+        return made
 
     def counts_to_host(self, stream: torch.cuda.Stream | None = None) -> HostCounts:
         """Begin to copy `row_counts` and `num_rows` to pinned memory; the host does not wait before `HostCounts.wait`.

@@ -128,7 +128,7 @@ def dispatch(
     elif _needs_gradient(x):
         call = partial(gradients.Dispatch.apply, library.dispatch)
     else:
-        call = library.dispatch
+        call = library.dispatch_directly
     made = call(x, topk_ids, sent, input_scale, comm, capacity, clear, frame, _order(comm, x))
     return Batch(comm, topk_ids, router_weights, *made)
 

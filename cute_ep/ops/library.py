@@ -102,16 +102,38 @@ def dispatch(
 ) -> tuple[Tensor, ...]:
     """The tensors of `DispatchBuffers`, in their order; those that the configuration has not are empty, and `frame_ids`
     has the rows of its frames only. `clear`: in `new_buffers`; else what dispatch leaves alone holds anything."""
+    made = _dispatched(x, topk_ids, router_weights, input_scale, comm, capacity, clear, frame)
+    return tuple([x.new_empty(0) if tensor is None else tensor for tensor in made])  # an op returns none twice
+
+
+def dispatch_directly(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """`dispatch`, as no op: all that is empty is one tensor. arguments: its others."""
+    *given, _ = arguments
+    nothing = x.new_empty(0)
+    return tuple([nothing if tensor is None else tensor for tensor in _dispatched(x, *given)])
+
+
+def _dispatched(
+    x: Tensor,
+    topk_ids: Tensor,
+    router_weights: Tensor | None,
+    input_scale: Tensor | float | None,
+    comm: str,
+    capacity: int | None,
+    clear: bool,
+    frame: int | None,
+) -> list[Tensor | None]:
+    """`dispatch`, with None for what the configuration has not."""
     buffers = None
     if clear:
         buffers = new_buffers(comm, capacity)
     elif capacity is not None:
         buffers = communicator_of(comm).allocate(capacity)
     batch = dispatch_into(x, topk_ids, router_weights, input_scale, comm, frame, buffers)
-    made = {name: x.new_empty(0) if tensor is None else tensor for name, tensor in tensors_of(batch.buffers).items()}
-    if frame is not None:
-        made["frame_ids"] = made["frame_ids"][: communicator_of(comm).cfg.nodes * frame]
-    return tuple(made.values())
+    made = tensors_of(batch.buffers)
+    if frame is not None and (frame_ids := made["frame_ids"]) is not None:
+        made["frame_ids"] = frame_ids[: communicator_of(comm).cfg.nodes * frame]
+    return list(made.values())
 
 
 def batch_of(rows: Tensor, kept: Sequence[Any], comm: str) -> Dispatched:

@@ -115,8 +115,10 @@ class Communicator(Launching):
     # ---- dispatch
 
     def _dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Dispatched:
-        kind = of_dispatch(given, out) if self._may_repeat(self._dispatches) else None
-        again = self._launch_again("dispatch", kind, self._dispatches.count_fused, out=out)
+        operation, kind = "dispatch", None
+        if self._may_repeat(self._dispatches):
+            operation, kind = of_dispatch(self.cfg, given, out)
+        again = self._launch_again(operation, kind, self._dispatches.count_fused, out=out)
         if again is not None:
             shape, made = again
             sent = PendingDispatch(given.topk_ids, given.router_weights, shape.return_slices_log2, (), given.frame)
@@ -124,7 +126,7 @@ class Communicator(Launching):
         self._check_dispatch(given)
         call, sent = self._fused_dispatch(given, out)
         batch = self._launch_dispatch(call, sent, given)
-        self._keep("dispatch", kind, call)
+        self._keep(operation, kind, call)
         return batch
 
     def _plan_dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Plan[Dispatched]:
@@ -181,8 +183,10 @@ class Communicator(Launching):
         return sent
 
     def _receive_dispatch(self, pending: PendingDispatch, out: DispatchBuffers | None) -> Dispatched:
-        kind = of_received(pending, out) if self._may_repeat(self._dispatches, MAX_OUTSTANDING) else None
-        again = self._launch_again("dispatch_wait", kind, self._dispatches.count_received, out=out)
+        operation, kind = "dispatch_wait", None
+        if self._may_repeat(self._dispatches, MAX_OUTSTANDING):
+            operation, kind = of_received(self.cfg, pending, out)
+        again = self._launch_again(operation, kind, self._dispatches.count_received, out=out)
         if again is not None:
             return Dispatched.received(out or again[1], self.origin, pending)
         buffers, kernel, received, scales = self._receiving("dispatch_wait", out)
@@ -192,7 +196,7 @@ class Communicator(Launching):
         numbers = dispatch_numbers(shape.grid, shape.shared, NO_IDS, NO_INPUT, received, scales)
         call = Call(kernel, shape, numbers, (), buffers)
         self._launch(call, self._dispatches.count_received)
-        self._keep("dispatch_wait", kind, call)
+        self._keep(operation, kind, call)
         return self._received(call, pending)
 
     def _sending(self, operation: str, given: DispatchInput) -> tuple[PendingDispatch, LaunchShape, Ids, Input]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from operator import add
 from typing import Any, NamedTuple
@@ -16,12 +15,13 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.local_arguments import TOLD_BESIDE_ENTRIES, TellArgs
-from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOP_K, RANK_MAJOR
 from cute_ep.layouts.maps.variants import TELL_KERNEL
 from cute_ep.runtime.driver import launch_on
 from cute_ep.runtime.host_words import HostWords
 from cute_ep.runtime.local_kernels import local_kernel
+from cute_ep.runtime.streams import stream_of
+from cute_ep.torch_internals import current_stream
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -52,7 +52,10 @@ class ReceiveCounts(NamedTuple):
 
     def padded(self, alignment: int) -> list[int]:
         """Rows of each local expert, padded to a multiple of `alignment`."""
-        return self.entries if alignment == 1 else [align_up(count, alignment) for count in self.entries]
+        if alignment == 1:
+            return self.entries
+        more = alignment - 1  # `align_up`, called for each of 128, takes 9 us instead of 5 (a CPU, 2026-11-26)
+        return [(count + more) // alignment * alignment for count in self.entries]
 
 
 class CountExchange:
@@ -122,7 +125,7 @@ class Counting:
         device, cfg = self.communicator.device, self.communicator.cfg
         if told and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise EPError("the host waits for numbers of rows, so no CUDA graph can capture this call")
-        tokens = counts.view(torch.bfloat16).expand(len(self.everyone), -1)
+        tokens = counts.view(torch.bfloat16).expand(cfg.max_tokens_per_rank, -1)
         self.communicator.dispatch(tokens, self.everyone, out=self.out)
         if self._told is not None:
             return self._tell(self._told, experts, ends=ends, told=told)
@@ -147,29 +150,32 @@ class Counting:
         ranks, local = communicator.cfg.world_size, experts // communicator.cfg.world_size
         sums = torch.empty((ranks, ranks), dtype=torch.int32, device=device) if ends else None
         number, address, epoch = words.begin() if told else (0, 0, 0)
-        apart = communicator.stream if communicator.shares_device else None
-        if sums is not None and apart is not None:
-            sums.record_stream(apart)
-        with nullcontext() if apart is None else torch.cuda.stream(apart):
-            stream = torch.cuda.current_stream(device)
-            if ends or told:
-                arguments = TellArgs(
-                    table=self.table.data_ptr(),
-                    num_rows=self._num_rows,
-                    told=address,
-                    ends=0 if sums is None else sums.data_ptr(),
-                    ranks=ranks,
-                    nodes=communicator.cfg.nodes,
-                    words=self.table.shape[1],
-                    rank=communicator.rank,
-                    local_experts=local,
-                    tokens=ranks + experts,
-                    epoch=epoch,
-                )
-                launch_on(device.index, self._kernel, 1, arguments)
+        stream, apart = current_stream(device.index), communicator.stream if communicator.shares_device else None
+        if apart is not None:
+            stream = apart.cuda_stream
+            if sums is not None:
+                sums.record_stream(apart)
+        if ends or told:
+            arguments = TellArgs(
+                table=self.table.data_ptr(),
+                num_rows=self._num_rows,
+                told=address,
+                ends=0 if sums is None else sums.data_ptr(),
+                ranks=ranks,
+                nodes=communicator.cfg.nodes,
+                words=self.table.shape[1],
+                rank=communicator.rank,
+                local_experts=local,
+                tokens=ranks + experts,
+                epoch=epoch,
+            )
+            launch_on(device.index, self._kernel, 1, arguments, stream)
+
+        def ended() -> bool:
+            return stream_of(device, stream).query()
 
         def receive() -> ReceiveCounts:
-            found = words.wait(number, local + TOLD_BESIDE_ENTRIES, lambda: communicator.failed, stream.query)
+            found = words.wait(number, local + TOLD_BESIDE_ENTRIES, lambda: communicator.failed, ended)
             if found is None:
                 communicator.synchronize()
                 raise EPError(f"rank {communicator.rank}: an exchange of counts has ended without them; connect again")

@@ -18,8 +18,8 @@ from torch.autograd.profiler import record_function
 from cute_ep.aot.library import LibraryEntry
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS
-from cute_ep.layouts.maps.parameters import numbers
-from cute_ep.runtime import driver_calls
+from cute_ep.layouts.maps.parameters import Fields, numbers
+from cute_ep.runtime import driver_calls, launcher
 from cute_ep.torch_internals import current_stream, profiler_enabled
 
 
@@ -94,6 +94,12 @@ class Kernel:
         at = {name: first + 8 * slot for slot, name in enumerate(self._slots)}
         self._pointers = (ctypes.c_void_p * len(values))(*(at[name] for name in self._names))
         self._pointers_at = ctypes.addressof(self._pointers)
+        self._start = launcher.starter(self._function, self._smem_bytes, self._values, self._order())
+
+    def _order(self) -> bytes:
+        """Of each parameter which of the numbers it is, as uint16."""
+        place = {name: slot for slot, name in enumerate(self._slots)}
+        return struct.pack(f"{len(self._names)}H", *(place[name] for name in self._names))
 
     def bind(self, record: str, values: tuple) -> None:
         """Set the numbers of one record for all launches to come that do not give them; nothing where the kernel has no
@@ -117,14 +123,12 @@ class Kernel:
         """The kernel as `launcher.c` launches it with these numbers: function, threads of a CTA, bytes of dynamic
         shared memory, all numbers as int64, and of each parameter which of them it is as uint16."""
         values = [*given, *self._values[len(given) :]]
-        order = [self._slots.index(name) for name in self._names]
-        packed = struct.pack(f"{len(values)}q", *values), struct.pack(f"{len(order)}H", *order)
-        return self._function, threads, self._smem_bytes, *packed
+        return self._function, threads, self._smem_bytes, struct.pack(f"{len(values)}q", *values), self._order()
 
     def launch(
         self,
         grid: int,
-        given: Sequence[int],
+        given: Fields,
         stream: int,
         *,
         early: bool = False,
@@ -134,15 +138,32 @@ class Kernel:
         """Launch `grid` CTAs on a stream (a raw handle) of the current device.
 
         Args:
-            given: the numbers of the first records of `call`; those that are not given are as they were bound or last
-                given, at first 0.
+            given: the numbers of the first records of `call`, or records of them; those that are not given are as they
+                were bound or last given, at first 0.
             early: the CTAs may start before the launch before has ended, if that allows it, and wait for its end
                 (programmatic dependent launch).
             pairs: in clusters of 2, so `grid` must be even and the device of compute capability 9 or newer.
             threads: of a CTA, for which the kernel is compiled.
         """
+        start = self._start
+        if start is None or profiler_enabled() or start(grid, threads, stream, early, pairs, given):
+            # which says why the driver refuses
+            self.launch_by_python(grid, given, stream, early=early, pairs=pairs, threads=threads)
+
+    def launch_by_python(
+        self,
+        grid: int,
+        given: Fields,
+        stream: int,
+        *,
+        early: bool = False,
+        pairs: bool = False,
+        threads: int = THREADS,
+    ) -> None:
+        """`launch` without the compiled launcher."""
+        flat = numbers(given)
         with self._in_range() if profiler_enabled() else self._lock:
-            _packer(len(given))(self._values, 0, *given)
+            _packer(len(flat))(self._values, 0, *flat)
             self._launcher.launch(grid, threads, stream, self._pointers_at, early, pairs)
 
     @contextmanager
@@ -177,14 +198,15 @@ def allocate(nbytes: int, ask: Callable[[int], int | None] = driver_calls.alloca
     return made
 
 
-def launch_on(device: int, kernel: Kernel, grid: int, given: Sequence[int]) -> None:
-    """`Kernel.launch` on the current stream of a device, an ordinal. torch takes microseconds to make a device current
-    that is."""
+def launch_on(device: int, kernel: Kernel, grid: int, given: Fields, stream: int | None = None) -> None:
+    """`Kernel.launch` on a stream of a device, an ordinal, by default on the current one. torch takes microseconds to
+    make a device current that is."""
+    where = current_stream(device) if stream is None else stream
     if torch.cuda.current_device() == device:
-        kernel.launch(grid, given, current_stream(device))
+        kernel.launch(grid, given, where)
         return
     with torch.cuda.device(device):
-        kernel.launch(grid, given, current_stream(device))
+        kernel.launch(grid, given, where)
 
 
 class Allocation(Protocol):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.arena import LL_BYTES, PARITIES
 from cute_ep.runtime.driver import HostMemory
+from cute_ep.runtime.launcher import taker
 
 EPOCH_MASK = (1 << 32) - 1
 SPIN_S, PAUSE_S = 2e-3, 5e-5
@@ -42,6 +43,7 @@ class HostWords:
         self._memory = HostMemory(PARITIES * room * LL_BYTES // 4)
         self._words = (ctypes.c_uint64 * (PARITIES * room)).from_address(self._memory.address)
         self._numbers = itertools.count(1)
+        self._take = taker()
 
     def begin(self) -> tuple[int, int, int]:
         """The next record: its number, the address of its words, and their epoch."""
@@ -55,6 +57,10 @@ class HostWords:
             EPInputError: a later record has begun to take its place.
         """
         first, epoch = self._first(number), number & EPOCH_MASK
+        if self._take is not None:
+            taken = self._take(self._memory.address + LL_BYTES * first, count, epoch)
+            if taken is not None:
+                return taken
         if self._words[first + count - 1] >> 32 != epoch and not self._is_later(first + count - 1, epoch):
             return None  # the last word is as a rule among the last to come
         found = self._words[first : first + count]
@@ -88,7 +94,7 @@ class HostWords:
 
     def free(self) -> None:
         """Give the memory back; no kernel may store to it any more. Records that were not taken do not come."""
-        self._words = type(self._words)()
+        self._words, self._take = type(self._words)(), None
         self._memory.free()
 
     def _first(self, number: int) -> int:

@@ -9,14 +9,19 @@ with torch (one thread of a CPU, 2026-11-26).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from cute_ep.api.errors import EPError
+from cute_ep.layouts.maps.parameters import Fields
 from cute_ep.torch_internals import exchange_api
+
+MODULE = "cute_ep.runtime._launcher"
+"""What `launcher.c` is compiled to."""
 
 
 class Calls(Protocol):
@@ -28,30 +33,32 @@ class Calls(Protocol):
     def add(self, *launch: object) -> bool:
         """Keep a launch."""
 
-    def forget(self) -> None:
-        """Forget all."""
+
+Start: TypeAlias = Callable[[int, int, int, bool, bool, Fields], int]
+"""`start` of `launcher.c`'s `Function`."""
+Take: TypeAlias = Callable[[int, int, int], "list[int] | None"]
+"""`take` of `launcher.c`."""
 
 
 @cache
 def missing() -> str | None:
     """Why calls are launched by Python alone, in words; None: they need not be."""
     try:
-        import_module("cute_ep.runtime._launcher")
+        import_module(MODULE)
     except ImportError as error:
         return f"it was not compiled, or not for this Python ({error})"
     if exchange_api() is None:
         return f"torch {torch.__version__} has no DLPack exchange API, as 2.11 has"
     try:
-        _calls((0, 0, 0), (0, 0, 1), 1, -1, 1)
+        _calls((0, 0, 0), (0, 0, 1), 1, 0, 1)
     except (TypeError, ValueError) as error:
         return f"torch {torch.__version__}: {error}"
     return None
 
 
 def _calls(driver: tuple[int, int, int], reports: tuple[int, int, int], *numbers: int, addresses: int = 0) -> Calls:
-    launcher = import_module("cute_ep.runtime._launcher")
     of_torch = exchange_api(), torch.Tensor, torch.is_grad_enabled
-    return launcher.Calls(*of_torch, driver, reports, *numbers, addresses)
+    return import_module(MODULE).Calls(*of_torch, driver, reports, *numbers, addresses)
 
 
 def driver_addresses() -> tuple[int, int]:
@@ -74,7 +81,7 @@ def make_calls(
         context: of the rank's kernels.
         reports: (address, words, step) of host memory: while every step-th word is 0 no call need be refused.
         tensors, keys: how many a call has.
-        written: the tensor among them that the kernel writes; -1: none.
+        written: bits of the tensors that the kernel writes.
         addresses: bits of those that may be addresses instead, of memory that need not be checked.
 
     Raises:
@@ -84,3 +91,21 @@ def make_calls(
     if why is not None:
         raise EPError(f"compiled launcher: {why}")
     return _calls((*driver_addresses(), context), reports, tensors, written, keys, addresses=addresses)
+
+
+def starter(function: int, shared_bytes: int, values: ctypes.Array, order: bytes) -> Start | None:
+    """What launches a kernel, as `Kernel.described` describes it, whose numbers are `values`. None: Python must."""
+    if missing() is not None:
+        return None
+    try:
+        launch, _ = driver_addresses()
+    except EPError:
+        return None
+    made = import_module(MODULE).Function(launch, function, shared_bytes, values, order)
+    start: Start = made.start
+    return start
+
+
+def taker() -> Take | None:
+    """What takes numbers that kernels have told the host. None: Python must."""
+    return None if missing() is not None else import_module(MODULE).take

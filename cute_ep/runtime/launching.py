@@ -17,7 +17,7 @@ from cute_ep.api.rounds import Rounds
 from cute_ep.runtime.driver import Kernel
 from cute_ep.runtime.launch_cache import LaunchCache, LaunchShape
 from cute_ep.runtime.parts import RankParts
-from cute_ep.runtime.repeats import RECEIVING, Kind, Repeats
+from cute_ep.runtime.repeats import MAKING, Kind, Repeats
 from cute_ep.torch_internals import current_stream, profiler_enabled
 
 UNLAUNCHED = (EPError, RuntimeError)
@@ -133,7 +133,7 @@ class Launching(EPCommunicator):
             shape, made = again
             self._pdl = bool(shape.grid.pdl)
             self._streams.add(stream)
-            if operation in RECEIVING:
+            if out is not None or operation in MAKING:
                 (out or made).memory.generation.number += 1  # what they held is gone
             if pending_of is None:
                 count()

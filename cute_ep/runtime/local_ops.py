@@ -21,7 +21,6 @@ from cute_ep.api.validate import check_global_scale, check_input_scale, check_ro
 from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES, Format
 from cute_ep.layouts.maps.launch import TILE_ELEMENTS, WARPS
 from cute_ep.layouts.maps.local_arguments import CopyArgs, RowsArgs
-from cute_ep.layouts.maps.parameters import numbers
 from cute_ep.layouts.maps.scales import ATOM, LINEAR, WORD_BYTES, scale_row_alignment, scale_shape
 from cute_ep.layouts.maps.variants import COPY_KERNEL, GATED_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
 from cute_ep.reference.local import Groups, check_offsets, fill_groups, rows_of_groups
@@ -352,7 +351,7 @@ def _launch_rows(name: str, record: Format, device: int, arguments: RowsArgs, li
     grid = -(-arguments.rows * tiles // WARPS)
     if record.bits < 16:  # what is not encoded needs no preparation
         grid = min(resident_ctas(device), grid)
-    launch_on(device, kernel, grid, numbers(arguments))
+    launch_on(device, kernel, grid, arguments)
 
 
 def copy_bytes(

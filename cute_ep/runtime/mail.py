@@ -393,4 +393,4 @@ class RankMail:
 
     def _launch(self, kernel: str, arguments: Fields, ctas: int) -> None:
         grid = max(1, min(ctas, self.parts.max_ctas))
-        self.parts.kernels[kernel].launch(grid, numbers(arguments), self.stream)
+        self.parts.kernels[kernel].launch(grid, tuple(numbers(arguments)), self.stream)

@@ -17,6 +17,7 @@ import torch
 
 from cute_ep.api.buffers import DispatchBuffers, buffer_shapes, rows_for
 from cute_ep.api.calls import DispatchInput, SumOptions
+from cute_ep.api.carving import Carving, Pieces
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.rounds import PendingCombine, PendingDispatch
@@ -25,8 +26,9 @@ from cute_ep.runtime.driver import Kernel
 from cute_ep.runtime.launch_cache import LaunchShape, Spans
 from cute_ep.runtime.launcher import Calls, make_calls
 
-READ, SEEN = -1, -2  # as in launcher.c
-"""Places of tensors whose addresses are no parameters: a call reads them, or only their kind matters."""
+READ, SEEN, CARVED = "read", "seen", "carved"
+"""In place of a parameter: a call reads the tensor, or only its kind matters; or it is the address of memory that
+several tensors of new buffers were carved out of."""
 SENT = ("input.x", "ids.data", "input.router_weights", "input.global_scale", "input.scales", "input.row_scales")
 """Addresses of what dispatch is given."""
 LEFT = ("batch.row_map", "batch.headers", "batch.weights")
@@ -35,7 +37,12 @@ SUMMED = ("ids.data", "sums.router_weights", "sums.epilogue_data", "sums.out")
 """Those of what combine sums with."""
 RECEIVED = (*(f"out.{name}" for name in WRITTEN), "scales.data")
 """Those of new buffers."""
-RECEIVING = ("dispatch", "dispatch_wait")
+INTO = ("out.tokens", "scales.data", "out.row_scales", CARVED)
+"""Those of buffers that were carved."""
+MAKING = ("dispatch", "dispatch_wait")
+"""Operations that make buffers where the caller gives none."""
+PIECES_KEPT = 64
+"""Of buffers that calls were given."""
 SMALL = 256
 """Python has one object for each number up to this one."""
 
@@ -49,28 +56,38 @@ class Operation(NamedTuple):
     """How calls of an operation are told from each other.
 
     Attributes:
-        tensors: parameters that are their addresses, or READ or SEEN.
+        tensors: parameters that are their addresses, or READ, SEEN or CARVED.
         keys: how many objects must be the same, with the two that all calls have.
     """
 
-    tensors: tuple[str | int, ...]
+    tensors: tuple[str, ...]
     keys: int
 
     @property
     def written(self) -> int:
-        """Which tensor is combine's output; -1: there is none."""
-        return self.tensors.index("sums.out") if "sums.out" in self.tensors else -1
+        """Bits of what the kernel writes, but for buffers that it is bound to."""
+        return self._bits("sums.out", *INTO)
+
+    @property
+    def read(self) -> int:
+        """Bits of what the call reads."""
+        return (1 << len(self.tensors)) - 1 & ~self.written & ~self._bits(SEEN)
 
     @property
     def addresses(self) -> int:
-        """Bits of what dispatch has left, which may be addresses."""
-        return sum(1 << place for place, one in enumerate(self.tensors) if one in LEFT)
+        """Bits of what may be given by address: what dispatch has left, and what was carved."""
+        return self._bits(*LEFT, CARVED)
+
+    def _bits(self, *parameters: str) -> int:
+        return sum(1 << place for place, one in enumerate(self.tensors) if one in parameters)
 
 
 OPERATIONS = {
     "dispatch": Operation((*SENT, SEEN), 4),
+    "dispatch_into": Operation((*SENT, *INTO), 5),
     "dispatch_async": Operation(SENT, 4),
     "dispatch_wait": Operation((READ, READ, SEEN), 3),
+    "dispatch_wait_into": Operation((READ, READ, *INTO), 4),
     "combine": Operation(("rows.data", *LEFT, SEEN, SEEN, SEEN, *SUMMED), 9),
     "combine_async": Operation(("rows.data", *LEFT, SEEN, SEEN, SEEN, READ), 8),
     "combine_wait": Operation(("rows.data", SEEN, *SUMMED), 8),
@@ -83,14 +100,26 @@ def of_sent(given: DispatchInput) -> Kind:
     return *given[:6], None, given.frame
 
 
-def of_dispatch(given: DispatchInput, out: DispatchBuffers | None) -> Kind:
-    """Of `dispatch`. The kernel is bound to `out`, whose `tokens` may have come to require a gradient."""
-    return *given[:6], _tokens(out), out, given.frame
+def of_dispatch(cfg: EPConfig, given: DispatchInput, out: DispatchBuffers | None) -> tuple[str, Kind]:
+    """Of `dispatch`, and its operation. Where `out` was carved for the configuration, so that there is nothing to check
+    of it, all its addresses are the call's. Otherwise the kernel is bound to it, and its `tokens` may have come to
+    require a gradient."""
+    if type(out) is DispatchBuffers and (carving := out.memory.carving) is not None and out.memory.cfg is cfg:
+        return "dispatch_into", (*given[:6], *_carved(out, carving), given.frame)
+    return "dispatch", (*given[:6], _tokens(out), out, given.frame)
 
 
-def of_received(pending: PendingDispatch, out: DispatchBuffers | None) -> Kind:
-    """Of `dispatch_wait`."""
-    return pending.topk_ids, pending.router_weights, _tokens(out), out
+def of_received(cfg: EPConfig, pending: PendingDispatch, out: DispatchBuffers | None) -> tuple[str, Kind]:
+    """Of `dispatch_wait`, as above."""
+    sent = pending.topk_ids, pending.router_weights
+    if type(out) is DispatchBuffers and (carving := out.memory.carving) is not None and out.memory.cfg is cfg:
+        return "dispatch_wait_into", (*sent, *_carved(out, carving))
+    return "dispatch_wait", (*sent, _tokens(out), out)
+
+
+def _carved(out: DispatchBuffers, carving: Carving) -> Kind:
+    """INTO, no key that a weak reference keeps, and what tells where the tensors are."""
+    return out.tokens, out.scales, out.row_scales, carving.address, None, carving.pieces
 
 
 def _tokens(out: DispatchBuffers | None) -> torch.Tensor | None:
@@ -167,6 +196,7 @@ class Repeats:
         reports: tuple[int, int, int],
     ) -> None:
         self._cfg, self._device, self._shapes = cfg, device, buffer_shapes(cfg, rows_for(cfg, None))
+        self._pieces: dict[int, object] = {}  # by their number
         context = kernels["dispatch"].context
         self.calls: dict[str, Calls] = {
             name: make_calls(context, reports, len(one.tensors), one.written, one.keys, one.addresses)
@@ -184,7 +214,8 @@ class Repeats:
         result: torch.Tensor | None = None,
     ) -> None:
         """Keep a call that was launched, so that one of the same kind is launched again. Not one into buffers that the
-        kernel is not bound to, or with a number that the next call would give as another object.
+        kernel is not bound to, or with a number that the next call would give as another object; nor the first one into
+        buffers that were carved for so many rows, since calls may have other numbers of rows each time.
 
         Args:
             kind: with all keys.
@@ -192,31 +223,52 @@ class Repeats:
             spans: where the buffers are that the kernel is bound to.
             result: what combine returned.
         """
-        tensors, written = OPERATIONS[operation].tensors, OPERATIONS[operation].written
-        count = len(tensors)
+        one = OPERATIONS[operation]
+        count = len(one.tensors)
         out, *others = kind[count:]
-        if (out is not None and spans is None) or any(type(one) is int and one > SMALL for one in others):
+        if (out is not None and spans is None) or any(type(key) is int and key > SMALL for key in others):
             return
-        ends = [] if spans is None else list(chain.from_iterable(zip(*spans, strict=True)))
+        if CARVED in one.tensors and not self._was_carved(others[0]):
+            return
+        ends = [] if out is None or spans is None else list(chain.from_iterable(zip(*spans, strict=True)))
         make: Callable[[], Made] | None = None
         made: tuple[str, ...] = ()
-        if out is None and operation in RECEIVING:
+        if out is None and operation in MAKING:
             make, made = self._new_buffers, RECEIVED
-        elif result is not None and kind[written] is None:
+        elif result is not None and kind[one.tensors.index("sums.out")] is None:
             make, made = new_like(result), ("sums.out",)
+        parts = [(place, kernel.place(name), 0) for place, name in enumerate((*one.tensors, *made))]
+        extents = [0] * count
+        if CARVED in one.tensors:
+            place, pieces = one.tensors.index(CARVED), others[0]
+            assert isinstance(pieces, Pieces)
+            parts += [(place, kernel.place(f"out.{name}"), begin) for name, begin in pieces.begins.items()]
+            extents[place] = pieces.nbytes
+        parts = [part for part in parts if part[1] >= 0]
         self.calls[operation].add(
             kind[:count],
             kind[count:],
-            tuple([one if isinstance(one, int) else kernel.place(one) for one in tensors]),
+            struct.pack(f"{3 * len(parts)}q", *chain.from_iterable(parts)),
+            one.read,
+            struct.pack(f"{count}q", *extents),
             kernel.described(numbers, shape.threads),
             shape.ctas,
             shape.pairs,
             bool(shape.grid.pdl),
             struct.pack(f"{len(ends)}q", *ends),
             make,
-            tuple(map(kernel.place, made)),
+            len(made),
             shape,
         )
+
+    def _was_carved(self, pieces: object) -> bool:
+        """Whether a call before was given buffers of such pieces."""
+        known = self._pieces.get(id(pieces)) is pieces
+        if not known:
+            if len(self._pieces) >= PIECES_KEPT:
+                self._pieces.clear()
+            self._pieces[id(pieces)] = pieces
+        return known
 
     def _new_buffers(self) -> Made:
         made = DispatchBuffers.of_shapes(self._cfg, self._device, self._shapes)

@@ -10,7 +10,6 @@ from cute_ep import reference
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.layouts.maps.local_arguments import CountArgs
-from cute_ep.layouts.maps.parameters import numbers
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, count_words, division_magic
 from cute_ep.layouts.maps.variants import COUNT_KERNEL
 from cute_ep.runtime.arguments import address, ids_record
@@ -105,7 +104,7 @@ def count_routes(
             local_experts_magic=division_magic(local),
         )
         kernel = local_kernel(device.index, COUNT_KERNEL, None, library)
-        launch_on(device.index, kernel, 1, numbers(arguments))
+        launch_on(device.index, kernel, 1, arguments)
     return RouteCounts(counts, counts[:ranks], counts[ranks : ranks + num_experts], goes, ids, last_ids, wide)
 
 

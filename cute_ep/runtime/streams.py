@@ -26,6 +26,11 @@ def take_stream(device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.ExternalStream(create_stream(), device=device)
 
 
+def stream_of(device: torch.device, handle: int) -> torch.cuda.Stream:
+    """torch's object for a raw handle. 0 is the default stream; for that `ExternalStream` makes one of torch's 32."""
+    return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
+
+
 def give_back(stream: torch.cuda.Stream) -> None:
     """Let the next caller take a stream, all of whose work has ended. It is never destroyed: torch's allocator records
     an event on it for each tensor that was used there, as late as the tensor is freed."""

@@ -46,6 +46,24 @@ def test_carved_tensors_are_those_that_allocate_makes(cfg: EPConfig) -> None:
             assert got.data_ptr() % VECTOR_BYTES == 0, name
 
 
+@MAKES
+@EACH
+def test_the_first_rows_are_a_tensor_of_their_own(make: Callable[..., DispatchBuffers], cfg: EPConfig) -> None:
+    """Whether the whole tensor was asked for before or is asked for behind; all rows are the tensor itself."""
+    for before in (True, False):
+        buffers = make(cfg, "cpu")
+        rows = len(buffers.tokens)
+        for name in ("tokens", "src_info", "row_weights", *(["row_expert_ids"] if cfg.is_rank_major else [])):
+            whole = getattr(buffers, name) if before else None
+            some = buffers.first(name, 2)
+            whole = getattr(buffers, name) if whole is None else whole
+            some.view(torch.uint8).fill_(7)
+            assert (some.shape, some.dtype, some.stride()) == ((2, *whole.shape[1:]), whole.dtype, whole.stride())
+            assert some.data_ptr() == whole.data_ptr() and not some._is_view() and whole._version == 0
+            assert buffers.first(name, rows).data_ptr() == whole.data_ptr()
+            assert buffers.first(name, rows) is getattr(buffers, name)
+
+
 @EACH
 def test_carved_tensors_do_not_overlap(cfg: EPConfig) -> None:
     """And torch does not count a change of one as a change of the others."""

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.launcher import missing
 from cute_ep.testing.compare import assert_bits
+from cute_ep.testing.launches import by_python
 from cute_ep.testing.workloads import make_rank_inputs
-from tests.compiled_launches import by_python
 
 from .conftest import connected
 
@@ -68,12 +69,15 @@ def pair(ep: Communicator, given: tuple[torch.Tensor, ...], out: Any, mode: Any)
     return batch, ep.combine(rows * given[0][0], batch, mode=mode)
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["given buffers", "new buffers"])
+@pytest.mark.parametrize("output", ["given", "carved", "new"])
 @pytest.mark.parametrize("mode", ["partial", "exact", "unweighted"])
-def test_a_repeated_pair_has_the_bytes_of_python(alone: Alone, mode: str, own: bool) -> None:
-    """Whatever was launched in between, with tensors that no call was given before."""
-    ep, buffers = alone.ep, [alone.ep.allocate() if own else None for _ in range(2)]
+def test_a_repeated_pair_has_the_bytes_of_python(alone: Alone, mode: str, output: str) -> None:
+    """Whatever was launched in between, with tensors that no call was given before, into buffers that were given to the
+    calls before, too, or were not."""
+    ep, buffers = alone.ep, [alone.ep.allocate() if output == "given" else None for _ in range(2)]
     for number in range(12):
+        if output == "carved":
+            buffers = [DispatchBuffers.carve(ep.cfg, ep.device) for _ in range(2)]
         for tokens in TOKENS:
             given, before = alone.inputs(tokens, number), alone.count
             batch, got = pair(ep, given, buffers[0], mode)

@@ -16,7 +16,8 @@ import torch
 from cute_ep.api.config import EPConfig, memory_bytes
 from cute_ep.api.errors import EPError
 from cute_ep.layouts.maps.arena import SENTINEL
-from cute_ep.runtime import driver, parts
+from cute_ep.runtime import driver, launcher, parts
+from tests import compiled_launches
 from tests.fake_driver import OK, FakeDriver, cuda
 from tests.fake_gpu import CFG, SHARED_EXPERT, SKIP_A2A
 
@@ -38,35 +39,76 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 # ---- launches
 
 
-def test_parameters_of_a_launch_are_given_or_bound_or_0(monkeypatch: pytest.MonkeyPatch) -> None:
+Numbers = tuple[int, ...]
+LaunchKernel = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(compiled_launches.Config), ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p
+)
+WAYS = [
+    "Python",
+    pytest.param("compiled", marks=pytest.mark.skipif(launcher.taker() is None, reason="it was not compiled")),
+]
+
+
+class Recorded:
+    """What launches tell the driver, by Python or by the compiled launcher.
+
+    Attributes:
+        fake: the driver.
+        configs: (grid, threads, shared memory, stream, number of attributes).
+        values: of the parameters.
+        refuses: what the driver answers.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, way: str, widths: list[type]) -> None:
+        self.configs: list[Numbers] = []
+        self.values: list[list[int]] = []
+        self.refuses, self._widths = cuda.CUresult.CUDA_SUCCESS, widths
+        self.fake = FakeDriver(monkeypatch, self._by_python)
+        self._compiled = LaunchKernel(self._by_launcher)
+        if way == "compiled":
+            at = ctypes.cast(self._compiled, ctypes.c_void_p).value
+            monkeypatch.setattr(launcher, "driver_addresses", lambda: (at, 0))
+
+    def _by_python(self, config: Any, function: Any, address: int, extra: int) -> tuple:
+        stream = int(config.hStream)
+        self._note(address, (config.gridDimX, config.blockDimX, config.sharedMemBytes, stream, config.numAttrs))
+        return (self.refuses,)
+
+    def _by_launcher(self, config: Any, function: int, address: int, extra: int | None) -> int:
+        one = config.contents
+        self._note(address, (one.grid[0], one.block[0], one.shared_bytes, one.stream, one.count))
+        return int(self.refuses)
+
+    def _note(self, address: int, config: Numbers) -> None:
+        pointers = (ctypes.c_void_p * len(self._widths)).from_address(address)
+        self.values.append([one.from_address(at).value for one, at in zip(self._widths, pointers, strict=True)])
+        self.configs.append(config)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_of_a_launch_are_given_or_bound_or_0(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Each in its width and place; a copy of a kernel changes nothing in it."""
     params = (("out.at", "i64"), ("group.arena", "i64"), ("group.rank", "i32"), ("input.x", "i64"), ("input.n", "i32"))
-    launched, configs = [], []
-
-    def launch(config: Any, function: Any, address: int, extra: int) -> tuple:
-        pointers = (ctypes.c_void_p * len(params)).from_address(address)
-        widths = [ctypes.c_int64 if kind == "i64" else ctypes.c_int32 for _, kind in params]
-        launched.append([width.from_address(at).value for width, at in zip(widths, pointers, strict=True)])
-        configs.append((config.gridDimX, config.blockDimX, config.sharedMemBytes, int(config.hStream), config.numAttrs))
-        return OK
-
-    fake, entry = FakeDriver(monkeypatch, launch), entry_of(params, smem_bytes=48)
+    found = Recorded(monkeypatch, way, [ctypes.c_int64 if kind == "i64" else ctypes.c_int32 for _, kind in params])
+    entry = entry_of(params, smem_bytes=48)
     kernel = driver.Kernel(entry, ("input", "out"))
-    assert fake.allowed == [48], "shared memory that a launch may ask for"
+    assert found.fake.allowed == [48], "shared memory that a launch may ask for"
     kernel.launch(1, (1 << 50, 7), 1001)
     kernel.bind("group", (1 << 40, -1))
     kernel.bind("other", (9,))
     bound = kernel.copy()
     bound.bind("out", (5,))
     kernel.launch(2, (0, -2, 1 << 33), 1002, early=True)
-    bound.launch(3, (3, 8), 1003)
+    bound.launch(3, ((3, (8,)),), 1003)
     kernel.launch(4, (2, 9, 0), 1004)
-    driver.Kernel(entry).launch(5, (1, 2, 3, 4, 5), 1005)
+    driver.Kernel(entry).launch(5, [1, 2, 3, (), (4, 5)], 1005)
     kernel.launch(6, (), 1006, early=True, pairs=True)
     kernel.launch(8, (), 1008, pairs=True)
     attributes = {2: 1, 6: 2, 8: 1}
-    assert configs == [(grid, 512, 48, 1000 + grid, attributes.get(grid, 0)) for grid in (1, 2, 3, 4, 5, 6, 8)]
-    assert launched == [
+    grids = (1, 2, 3, 4, 5, 6, 8)
+    assert found.configs == [(grid, 512, 48, 1000 + grid, attributes.get(grid, 0)) for grid in grids]
+    assert ("cuLaunchKernelEx" in found.fake.calls) == (way == "Python")
+    assert found.values == [
         [0, 0, 0, 1 << 50, 7],
         [1 << 33, 1 << 40, -1, 0, -2],
         [5, 1 << 40, -1, 3, 8],
@@ -74,6 +116,27 @@ def test_parameters_of_a_launch_are_given_or_bound_or_0(monkeypatch: pytest.Monk
         [1, 2, 3, 4, 5],
         *[[0, 1 << 40, -1, 2, 9]] * 2,
     ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_launch_that_the_driver_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Of Python, in the driver's words, whoever was refused first; with the numbers of this launch."""
+    found = Recorded(monkeypatch, way, [ctypes.c_int64])
+    kernel = driver.Kernel(entry_of((("at", "i64"),)))
+    found.refuses = cuda.CUresult.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(EPError, match="CUDA driver: CUDA_ERROR_LAUNCH_FAILED"):
+        kernel.launch(1, ((5,),), 7)
+    assert found.values == [[5]] * (2 if way == "compiled" else 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("given", [(1, 2), (1 << 63,), ("1",)], ids=["too many", "too wide", "no number"])
+def test_what_is_no_number_of_a_kernel_is_not_launched(monkeypatch: pytest.MonkeyPatch, way: str, given: tuple) -> None:
+    found = Recorded(monkeypatch, way, [ctypes.c_int64])
+    kernel = driver.Kernel(entry_of((("at", "i64"),)))
+    with pytest.raises((struct.error, OverflowError, TypeError, ValueError)):
+        kernel.launch(1, given, 7)
+    assert not found.values
 
 
 def test_a_kernel_is_described_to_the_compiled_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,13 +196,6 @@ def test_a_thread_without_a_context_takes_that_of_the_kernel_once(monkeypatch: p
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work).result()
     assert launched_in == [0, 5, 5]
-
-
-def test_a_launch_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeDriver(monkeypatch, lambda *_: (cuda.CUresult.CUDA_ERROR_LAUNCH_FAILED,))
-    kernel = driver.Kernel(entry_of())
-    with pytest.raises(EPError, match="CUDA_ERROR_LAUNCH_FAILED"):
-        kernel.launch(1, (), 7)
 
 
 def test_a_kernel_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -50,7 +51,7 @@ def test_without_it_python_launches(make_rank: MakeRank, monkeypatch: pytest.Mon
     why = launcher.missing()
     assert why is not None and why.startswith("it was not compiled, or not for this Python")
     with pytest.raises(EPError, match="compiled launcher: it was not compiled"):
-        launcher.make_calls(5, (0, 0, 4), tensors=1, written=-1, keys=1)
+        launcher.make_calls(5, (0, 0, 4), tensors=1, written=0, keys=1)
     rank = make_rank()
     for _ in range(3):
         assert rank.dispatch(*inputs()).is_whole(rank.origin)
@@ -90,6 +91,11 @@ def test_without_a_driver_there_are_no_addresses(monkeypatch: pytest.MonkeyPatch
             launcher.driver_addresses()
 
 
+def packed(*numbers: int) -> bytes:
+    """As int64."""
+    return struct.pack(f"{len(numbers)}q", *numbers)
+
+
 BLOCKED = """
 #include <unistd.h>
 int launch(const void *config, volatile int *opened, void **parameters, void **extra) {
@@ -111,9 +117,9 @@ def test_other_threads_run_while_the_driver_blocks(tmp_path: Path, monkeypatch: 
     library, opened = ctypes.CDLL(str(tmp_path / "driver.so")), ctypes.c_int(0)
     addresses = [ctypes.cast(one, ctypes.c_void_p).value for one in (library.launch, library.current)]
     monkeypatch.setattr(launcher, "driver_addresses", lambda: addresses)
-    calls, one, found = launcher.make_calls(0, (0, 0, 4), 1, -1, 1), torch.ones(3), []
+    calls, one, found = launcher.make_calls(0, (0, 0, 4), 1, 0, 1), torch.ones(3), []
     kernel = ctypes.addressof(opened), 512, 48, bytes(8), bytes(2)
-    assert calls.add((one,), (None,), (0,), kernel, 4, False, False, b"", None, (), "launched")
+    assert calls.add((one,), (None,), packed(0, 0, 0), 1, packed(0), kernel, 4, False, False, b"", None, 0, "launched")
     thread = threading.Thread(target=lambda: found.append(calls.launch(0, False, one, None)))
     thread.start()
     time.sleep(0.05)
@@ -130,52 +136,79 @@ class TestArguments:
     def calls(self, monkeypatch: pytest.MonkeyPatch) -> launcher.Calls:
         """Of two tensors and two keys, for no driver."""
         monkeypatch.setattr(launcher, "driver_addresses", lambda: (0, 0))
-        return launcher.make_calls(0, (0, 0, 4), tensors=2, written=1, keys=2)
+        return launcher.make_calls(0, (0, 0, 4), tensors=2, written=2, keys=2)
+
+    def added(self, calls: launcher.Calls, tensor: object = None, **changes: object) -> bool:
+        """What `add` returns for a kernel of two numbers, both addresses."""
+        one = torch.ones(3)
+        given = {
+            "parts": packed(0, 0, 0, 1, 1, 0),
+            "read": 1,
+            "extents": packed(0, 0),
+            "values": bytes(16),
+            "order": b"\1\0\0\0",
+            "spans": b"",
+            "made": 0,
+        } | changes
+        tensors = one.clone() if tensor is None else tensor, one
+        kernel = 9, 512, 48, given["values"], given["order"]
+        where = given["parts"], given["read"], given["extents"]
+        return calls.add(tensors, (None, 5), *where, kernel, 4, False, False, given["spans"], None, given["made"], 7)
 
     @pytest.mark.parametrize("tensors", [0, 17])
     def test_numbers_of_tensors(self, monkeypatch: pytest.MonkeyPatch, tensors: int) -> None:
         monkeypatch.setattr(launcher, "driver_addresses", lambda: (0, 0))
         with pytest.raises(ValueError, match="too many tensors or keys"):
-            launcher.make_calls(0, (0, 0, 4), tensors=tensors, written=-1, keys=1)
+            launcher.make_calls(0, (0, 0, 4), tensors=tensors, written=0, keys=1)
 
     def test_launches_of_other_numbers(self, calls: launcher.Calls) -> None:
         with pytest.raises(TypeError, match="must be given a stream, early, and all tensors and keys"):
             calls.launch(0, False, None)
 
-    @pytest.mark.parametrize("change", [{"slots": (0, 2)}, {"slots": (0,)}, {"made": (-1,)}, {"order": b"\2\0\0\0"}])
-    def test_slots_that_are_no_numbers(self, calls: launcher.Calls, change: dict) -> None:
-        given = {"slots": (0, 1), "made": (0,), "order": b"\1\0\0\0"} | change
-        one = torch.ones(3)
-        kernel = 9, 512, 48, bytes(16), given["order"]
-        rest = kernel, 4, False, False, b"", None, given["made"], "result"
-        with pytest.raises(ValueError, match="slots must be numbers of the kernel"):
-            calls.add((one, one.clone()), (None, 5), given["slots"], *rest)
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"parts": packed(0, 2, 0)},
+            {"parts": packed(0, -1, 0)},
+            {"parts": packed(0, 1 << 16, 0)},
+            {"parts": packed(0, 1 << 32, 0)},
+            {"parts": packed(2, 0, 0)},
+            {"parts": packed(3, 0, 0), "made": 1},
+            {"parts": packed(1 << 32, 0, 0)},
+            {"parts": packed(-1, 0, 0)},
+            {"order": b"\2\0\0\0"},
+            {"made": 25},
+            {"made": -1},
+            {"extents": b""},
+        ],
+        ids=str,
+    )
+    def test_parts_of_what_is_not_there(self, calls: launcher.Calls, change: dict) -> None:
+        with pytest.raises(ValueError, match="parts must be of tensors and numbers that there are"):
+            self.added(calls, **change)
 
     def test_what_cannot_be_kept(self, calls: launcher.Calls) -> None:
-        """A tensor of five dimensions, one without elements, and more numbers or spans than there is room for."""
-        one = torch.ones(3)
-
-        def keep(tensor: object, numbers: int = 2, spans: int = 0) -> bool:
-            kernel = 9, 512, 48, bytes(8 * numbers), bytes(2 * numbers)
-            return calls.add((tensor, one), (None, 5), (0, 1), kernel, 4, False, False, bytes(16 * spans), None, (), 7)
-
-        assert keep(one.clone()) and keep(one.clone(), 256, 32)
-        for tensor in (torch.ones(1, 1, 1, 1, 1), torch.ones(0), one.to_sparse(), 5):
-            assert not keep(tensor)
-        assert not keep(one.clone(), 257) and not keep(one.clone(), spans=33)
+        """A tensor of six dimensions, one without elements, and more of what a launch has than there is room for."""
+        many = {"values": bytes(8 * 256), "order": bytes(2 * 256), "spans": bytes(16 * 32), "parts": bytes(24 * 48)}
+        assert self.added(calls) and self.added(calls, **many)
+        for tensor in (torch.ones(1, 1, 1, 1, 1, 1), torch.ones(0), torch.ones(3).to_sparse(), 5):
+            assert not self.added(calls, tensor)
+        assert not self.added(calls, values=bytes(8 * 257), order=bytes(2 * 257))
+        assert not self.added(calls, spans=bytes(16 * 33)) and not self.added(calls, parts=bytes(24 * 49))
+        assert not self.added(calls, extents=packed(0, 0, 0, 0))
 
     def test_bytes_that_are_no_whole_numbers_are_not_kept(self, calls: launcher.Calls) -> None:
         """As many numbers as there is room for, and a part of one more; spans with a begin and no end."""
-        one = torch.ones(3)
-        for numbers, spans in ((bytes(8 * 256 + 7), b""), (bytes(8 * 256), bytes(24))):
-            kernel = 9, 512, 48, numbers, bytes(2 * 256)
-            assert not calls.add((one, one), (None, 5), (0, 1), kernel, 4, False, False, spans, None, (), 7)
+        assert not self.added(calls, values=bytes(8 * 256 + 7), order=bytes(2 * 256))
+        assert not self.added(calls, spans=bytes(24)) and not self.added(calls, parts=bytes(23))
+        assert not self.added(calls, extents=bytes(17)) and not self.added(calls, order=b"\1\0\0")
 
     def test_a_number_that_is_no_address_is_declined(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """By both functions, and without an error that would come out elsewhere."""
         driver = (ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda context: 0),)
         monkeypatch.setattr(launcher, "driver_addresses", lambda: (0, ctypes.cast(driver[0], ctypes.c_void_p).value))
-        calls = launcher.make_calls(0, (0, 0, 4), tensors=1, written=-1, keys=1, addresses=1)
+        calls = launcher.make_calls(0, (0, 0, 4), tensors=1, written=0, keys=1, addresses=1)
         kernel = 9, 512, 48, bytes(8), bytes(2)
         assert calls.launch(0, False, 1 << 64, None) is None
-        assert calls.add((1 << 64,), (None,), (0,), kernel, 4, False, False, b"", None, (), 7) is False
+        rest = packed(0, 0, 0), 1, packed(0), kernel, 4, False, False, b"", None, 0, 7
+        assert calls.add((1 << 64,), (None,), *rest) is False

@@ -16,9 +16,11 @@ from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
 from cute_ep.layouts.maps.variants import NO_HOOKS
+from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.launcher import missing
+from cute_ep.testing.launches import by_python
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
-from tests.compiled_launches import by_python, compiled
+from tests.compiled_launches import compiled
 from tests.fake_gpu import CFG, HOOKS, MAX_CTAS, SHARED_EXPERT, SKIP_A2A, Launch, Launches, MakeRank, expert_rows
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"there is no compiled launcher: {missing()}")
@@ -72,23 +74,34 @@ def without_outputs(launch: Launch) -> Launch:
     return replace(launch, arguments={name: value for name, value in launch.arguments.items() if name not in new})
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["given buffers", "new buffers"])
+Outputs = Callable[[Communicator], DispatchBuffers | None]
+OUTPUTS: dict[str, Outputs] = {
+    "given buffers": lambda rank: rank.allocate(),
+    "carved buffers": lambda rank: DispatchBuffers.carve(rank.cfg, rank.device),
+    "new buffers": lambda rank: None,
+}
+"""What makes the buffers of a call."""
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("pairs", [False, True], ids=["alone", "in pairs"])
 @pytest.mark.parametrize("name", DISPATCHES)
 def test_a_dispatch_is_launched_as_by_python(
-    make_rank: MakeRank, launches: Launches, name: str, pairs: bool, own: bool
+    make_rank: MakeRank, launches: Launches, name: str, pairs: bool, output: str
 ) -> None:
-    """With other tensors than those of the calls before; the batches are the same, too."""
+    """With other tensors than those of the calls before, also carved ones; the batches are the same, too."""
     cfg, make = DISPATCHES[name]
     rank = make_rank(cfg, pairs=pairs)
-    out = rank.allocate() if own else None
+    own, out = output != "new buffers", OUTPUTS[output](rank)
     for _ in range(2):
         rank.dispatch(**make(cfg), out=out)
+    if output == "carved buffers":
+        out = OUTPUTS[output](rank)
     given = make(cfg)
     with compiled(launches):
         batch = rank.dispatch(**given, out=out)
     got = launches.last()
-    if not own:
+    if output != "given buffers":
         for part, tensor in vars(batch.buffers).items():
             if isinstance(tensor, torch.Tensor) and part != "frame_ids":
                 assert got.arguments["scales.data" if part == "scales" else f"out.{part}"] == tensor.data_ptr(), part
@@ -147,17 +160,18 @@ def test_a_combine_is_launched_as_by_python(make_rank: MakeRank, launches: Launc
         assert (got if own else without_outputs(got)) == (launches.last() if own else without_outputs(launches.last()))
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["given memory", "new memory"])
+@pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("mode", ["partial", "exact", "unweighted"])
 @pytest.mark.parametrize("name", ["nvfp4", "quantised", "no weights", "strided", "blocks"])
 def test_halves_are_launched_as_by_python(
-    make_rank: MakeRank, launches: Launches, name: str, mode: str, own: bool
+    make_rank: MakeRank, launches: Launches, name: str, mode: str, output: str
 ) -> None:
+    """Into given memory, which may be carved, and into new memory."""
     cfg, make = DISPATCHES[name]
     if name == "no weights" and mode == "partial":
         pytest.skip("partial mode multiplies")
     rank = make_rank(cfg)
-    out = rank.allocate() if own else None
+    own, out = output != "new buffers", OUTPUTS[output](rank)
     shape = (TOKENS, cfg.top_k, cfg.hidden) if mode == "unweighted" else (TOKENS, cfg.hidden)
     result = torch.zeros(shape, dtype=torch.bfloat16) if own else None
     weights = torch.rand(TOKENS, cfg.top_k) if mode == "exact" else None
@@ -171,6 +185,8 @@ def test_halves_are_launched_as_by_python(
 
     for _ in range(3):
         pair(make(cfg))
+    if output == "carved buffers":
+        out = OUTPUTS[output](rank)
     given = make(cfg)
     with compiled(launches, 4):
         pending, batch, rows, sent, summed = pair(given)
@@ -204,6 +220,15 @@ def test_numbers_of_tokens_are_launched_apart(make_rank: MakeRank, launches: Lau
         before = launches.compiled.count
         rank.dispatch(**arguments(BF16, 0), out=out)
         assert launches.last().arguments["input.tokens"] == 0 and launches.compiled.count == before
+
+
+def test_calls_with_another_number_of_rows_each_time_are_not_kept(make_rank: MakeRank, launches: Launches) -> None:
+    """Only those into as many rows as a call before."""
+    rank, given = make_rank(BF16), arguments(BF16)
+    for rows in (8, 16, 24, 8, 8, 24):
+        rank.dispatch(**given, out=DispatchBuffers.carve(BF16, rank.device, rows))
+        assert launches.last().arguments["out.capacity"] == rows
+    assert launches.compiled.count == 1
 
 
 def test_launches_are_early_after_one_that_allows_it(make_rank: MakeRank, launches: Launches) -> None:

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ep.api.buffers import tensors_of
+from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.launcher import missing
+from cute_ep.testing.launches import by_python
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
-from tests.compiled_launches import CONTEXT, by_python, compiled
+from tests.compiled_launches import CONTEXT, compiled
 from tests.fake_gpu import CFG, Launches, MakeRank, expert_rows, inputs, report
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"there is no compiled launcher: {missing()}")
@@ -171,6 +172,57 @@ def test_buffers_that_require_a_gradient_by_now_are_refused(make_rank: MakeRank,
     given["out"].tokens.requires_grad_()
     with launches.forbidden(), pytest.raises(EPInputError, match=r"out\.tokens\.requires_grad = True"):
         rank.dispatch(**given)
+
+
+def carved(rank: Communicator) -> DispatchBuffers:
+    return DispatchBuffers.carve(rank.cfg, rank.device)
+
+
+def requiring_gradients(rank: Communicator, given: Given) -> Given:
+    out = carved(rank)
+    out.tokens.requires_grad_()
+    return {"out": out}
+
+
+CARVED_MISTAKES: dict[str, Callable[[Communicator, Given], Given]] = {
+    "over x": lambda rank, given: {"out": (out := carved(rank)), "x": out.tokens.view(-1)[: 5 * 128].view(5, 128)},
+    "over weights": lambda rank, given: {"out": (out := carved(rank)), "router_weights": out.weights[0, :5]},
+    "over row weights": lambda rank, given: {
+        "out": (out := carved(rank)),
+        "router_weights": torch.as_strided(out.row_weights, (5, 2), (2, 1), 0),
+    },
+    "with a gradient": requiring_gradients,
+    "of inference mode": lambda rank, given: {"out": torch.inference_mode()(carved)(rank)},
+    "of another configuration": lambda rank, given: {
+        "out": DispatchBuffers.carve(replace(rank.cfg, max_tokens_per_rank=8), rank.device)
+    },
+    "without rows": lambda rank, given: {"out": carved(rank).without_rows()},
+}
+
+
+@pytest.mark.parametrize("name", CARVED_MISTAKES)
+def test_carved_buffers_are_refused_in_the_words_of_python(make_rank: MakeRank, launches: Launches, name: str) -> None:
+    rank = make_rank(replace(CFG, dispatch_format="bf16"))
+    given: Given = dict(zip(("x", "topk_ids", "router_weights"), inputs(), strict=True))
+    for _ in range(3):
+        rank.dispatch(**given, out=carved(rank))
+    assert launches.compiled.count == 1
+    wrong = given | CARVED_MISTAKES[name](rank, given)
+    with launches.forbidden():
+        found = refusal(lambda: rank.dispatch(**wrong))
+        with by_python(rank):
+            assert refusal(lambda: rank.dispatch(**wrong)) == found
+    with compiled(launches):
+        rank.dispatch(**given, out=carved(rank))
+
+
+def test_buffers_that_were_put_together_are_not_taken_for_carved_ones(make_rank: MakeRank, launches: Launches) -> None:
+    rank, row_map = make_rank(), torch.zeros(2, 16, 2, dtype=torch.int32)
+    for _ in range(3):
+        rank.dispatch(*inputs(), out=carved(rank).changed({"row_map": row_map}))
+        assert launches.last().arguments["out.row_map"] == row_map.data_ptr()
+        rank.dispatch(*inputs(), out=carved(rank))
+        assert launches.last().arguments["out.row_map"] != row_map.data_ptr()
 
 
 def closed(rank: Communicator) -> None:

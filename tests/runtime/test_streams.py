@@ -137,3 +137,11 @@ def test_a_stream_stays_on_its_device(created: list[int]) -> None:
     streams.give_back(first)
     assert streams.take_stream(there) is not first
     assert streams.take_stream(here) is first
+
+
+def test_the_default_stream_is_found_by_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As others are; torch makes a new stream of a handle of 0."""
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: ("default", device))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
+    device = torch.device("cuda", 1)
+    assert [streams.stream_of(device, handle) for handle in (0, 9)] == [("default", device), (9, device)]

@@ -53,11 +53,19 @@ def named_config(names: Names, sizes: Sizes, *, error: type[EPError] = EPInputEr
 
 def roomy_config(names: Names, sizes: Sizes, make: Callable[..., EPConfig] = named_config, **options: Any) -> EPConfig:
     """What `make` makes, with `room_for` the tokens; for no more where so much room would break a rule."""
-    hidden, experts, top_k, tokens, ranks = sizes
+    found = _roomy(make, *sizes, **options)
+    return make(names, sizes, **options) if found is None else found
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _roomy(
+    make: Callable[..., EPConfig], hidden: int, experts: int, top_k: int, tokens: int, ranks: int, **options: Any
+) -> EPConfig | None:
+    """`roomy_config`; None: there is none with more room."""
     try:
-        return make(names, (hidden, experts, top_k, room_for(tokens), ranks), error=EPConfigError, **options)
+        return make({}, (hidden, experts, top_k, room_for(tokens), ranks), error=EPConfigError, **options)
     except EPConfigError:
-        return make(names, sizes, **options)
+        return None
 
 
 def require(ok: object, rule: str, *values: object, error: type[EPError] = EPInputError) -> None:

@@ -35,12 +35,6 @@ def may_send_early(nbytes: int) -> bool:
     return nbytes <= EARLY_BYTES
 
 
-def first_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """The first rows of a tensor that may have no others. No view for autograd, which refuses to change it in place and
-    keeps its memory when that of the rows was freed."""
-    return tensor if tensor.size(0) == rows else tensor.narrow(0, 0, rows).data
-
-
 def config_for(pool: GroupPool, names: Names, own: OwnSizes, **options: Any) -> EPConfig:
     """That of `communicator_for`. EPInputError: an argument breaks its rule."""
     return roomy_config(names, (*own, pool.size), timeout_s=pool.timeout_s, **options)

@@ -197,7 +197,7 @@ class Buffer(LowLatency):
         mode.place(route, counting)
         rows, factors, batch = mode.dispatch((*sent, weights), route, route.rows, exact=not room, early=early)
         ids, weights = (None, None) if topk_idx is None else entries_of(batch, route, topk_idx.shape[1])
-        source = route.by_source(batch.src_info, route.rows).select(1, 0)
+        source = route.by_source(batch, "src_info", route.rows).select(1, 0)
         if route.places is not None:  # tokens count nodes in frames
             source = source % route.frame
         made = Handle(exchange.ends, None, None, source, is_token_in_rank, None)

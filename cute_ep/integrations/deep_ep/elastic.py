@@ -9,7 +9,6 @@ from cute_ep import EPConfigError, EPError, EPInputError, memory_bytes
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.blocks import columns_first
 from cute_ep.integrations.common.checks import demand, named_config, require
-from cute_ep.integrations.common.pools import first_rows
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import EventHandle, EventOverlap, Pooled, Rows, without_gradients
 from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle, Layout
@@ -210,7 +209,7 @@ class ElasticBuffer(Pooled):
             rows, factors, batch = mode.dispatch(sent, made, made.room, exact=exact)
         room = made.room
         if do_expand:
-            entries, weights = None, first_rows(batch.row_weights, room)
+            entries, weights = None, batch.buffers.first("row_weights", room)
         else:
             entries, weights = entries_of(batch, made, shape[1])
         if stats is not None:

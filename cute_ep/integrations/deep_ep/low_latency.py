@@ -60,8 +60,9 @@ class LowLatency(Pooled):
 
     def _begin(self, previous_event: EventOverlap | None, async_finish: bool, on_comm_stream: bool) -> None:
         """Have the current stream wait. EPInputError: options do not go together, or an earlier call was wrong."""
-        checks.kind("previous_event", previous_event, EventOverlap | None, "an EventOverlap, or None")
-        event = None if previous_event is None else previous_event.event
+        event = None
+        if previous_event is not None:
+            event = checks.kind("previous_event", previous_event, EventOverlap, "an EventOverlap, or None").event
         ok = not on_comm_stream or (event is not None and async_finish)
         require(ok, "allocate_on_comm_stream = True: must come with previous_event and async_finish")
         if event is not None:

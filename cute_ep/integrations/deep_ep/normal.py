@@ -14,7 +14,7 @@ import torch
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.pools import first_rows, may_send_early
+from cute_ep.integrations.common.pools import may_send_early
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.layout import whole_vectors
 from cute_ep.layouts.maps.formats import FP8
@@ -38,6 +38,8 @@ Bias: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 """Up to two tensors to add to sums."""
 Sent = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """Tokens, [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits; [T, entries] float32 weights."""
+CONFIGS_KEPT = 1024
+"""Configurations that a mode keeps, for the same sizes to come again."""
 BY_RANK: dict[str, Any] = {"row_alignment": 1, "row_order": RANK_MAJOR}
 """Of one row per (token, rank)."""
 
@@ -99,10 +101,11 @@ class Route:
         assert self.of_rows is not None
         return self.of_rows
 
-    def by_source(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    def by_source(self, batch: Dispatched, name: str, rows: int) -> torch.Tensor:
         """The first rows of a batch's tensor, over nodes by source rank."""
         if self.places is None:
-            return first_rows(tensor, rows)
+            return batch.buffers.first(name, rows)
+        tensor: torch.Tensor = getattr(batch, name)
         raw = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
         return raw.index_select(0, self.places).view(tensor.dtype)
 
@@ -138,6 +141,8 @@ class NormalMode:
         self, pool: GroupPool, opening: Opening, words: calls.LayoutWords, timeout_s: float = EPConfig.timeout_s
     ) -> None:
         self._pool, self._opening, self._words, self._timeout_s = pool, opening, words, timeout_s
+        self._configs: dict[tuple[object, ...], EPConfig] = {}
+        self._countings: dict[int, Counting] = {}
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -151,8 +156,12 @@ class NormalMode:
 
     def counting(self, counts: torch.Tensor) -> Counting:
         """What exchanges `RouteCounts.counts`."""
-        asked: dict[str, Any] = {"opening": self._opening, "timeout_s": self._timeout_s}
-        return self._pool.counting(counts.size(0), **asked, ranks_per_node=self.ranks_per_node)
+        words = counts.size(0)
+        found = self._countings.get(words)
+        if found is None or found.communicator.closed:
+            asked: dict[str, Any] = {"opening": self._opening, "timeout_s": self._timeout_s}
+            found = self._countings[words] = self._pool.counting(words, **asked, ranks_per_node=self.ranks_per_node)
+        return found
 
     def config(
         self,
@@ -168,8 +177,14 @@ class NormalMode:
         ids, order = (route.routes.ids, route.order) if entries is None else (entries, BY_RANK)
         most = route.tokens if tokens is None else tokens
         sizes = hidden, route.experts, ids.shape[1], most, self._pool.size
-        options = {"timeout_s": self._timeout_s, "ranks_per_node": self.ranks_per_node}
-        return self._made(self.names, sizes, **options, **order, **FORMATS[scaled])
+        key = *sizes, scaled, *order.values()
+        found = self._configs.get(key)
+        if found is None:
+            if len(self._configs) >= CONFIGS_KEPT:
+                self._configs.clear()
+            options = {"timeout_s": self._timeout_s, "ranks_per_node": self.ranks_per_node}
+            found = self._configs[key] = self._made(self.names, sizes, **options, **order, **FORMATS[scaled])
+        return found
 
     def place(self, route: Route, counting: Counting) -> None:
         """Find where a batch over nodes has the rows of a route, whose counts were exchanged last."""
@@ -215,16 +230,18 @@ class NormalMode:
         room for its tokens. Returns [rows, hidden], [rows, factors] scale factors, by source rank, and the batch."""
         x, scales, _ = sent
         if early is None or early.communicator.cfg.max_tokens_per_rank < route.tokens:
+            if early is not None:
+                route.of_rows = None  # whose communicator may give way
             communicator = self._connect(self.config(x.shape[1], route, scaled=scales is not None))
             early = Early(communicator, self._send(communicator, sent, route.routes.ids, route, rows, exact=exact))
         communicator, batch = early
         factors = None
-        if scales is not None and batch.scales is not None:
-            factors = route.by_source(batch.scales[:rows].contiguous().view(scales.dtype), rows)
+        if scales is not None:
+            factors = route.by_source(batch, "scales", rows).contiguous().view(scales.dtype)
             factors = factors[:, : scales.shape[1]].contiguous()
         if route.of_rows is None or route.of_rows.hold.communicator.closed:
-            route.of_rows = Returned(self._pool.hold(communicator), batch.without_rows())
-        return route.by_source(batch.tokens, rows), factors, batch
+            route.of_rows = self._returned(communicator, batch)
+        return route.by_source(batch, "tokens", rows), factors, batch
 
     def send_early(self, sent: Sent, route: Route) -> Early | None:
         """Send tokens along a route before it is known how many come, into memory for as many as may. None, on all
@@ -244,7 +261,12 @@ class NormalMode:
         ids = route.routes.ids
         if x.shape[0] > most:
             sent, ids = (x[:0], None if scales is None else scales[:0], None), ids[:0]
-        return Early(communicator, self._send(communicator, sent, ids, route, rows))
+        batch = self._send(communicator, sent, ids, route, rows)
+        route.of_rows = self._returned(communicator, batch)  # while the counts are on their way
+        return Early(communicator, batch)
+
+    def _returned(self, communicator: EPCommunicator, batch: Dispatched) -> Returned:
+        return Returned(self._pool.hold(communicator), batch.without_rows())
 
     def _agreed_tokens(self, route: Route) -> int:
         """Of `config`, for what finds the same communicator on all ranks before they know each other's tokens."""
@@ -321,8 +343,8 @@ class NormalMode:
 
 def entries_of(batch: Dispatched, route: Route, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there)."""
-    assert batch.row_expert_ids is not None
-    local, weights = (route.by_source(one, route.rows) for one in (batch.row_expert_ids, batch.row_weights))
+    local = route.by_source(batch, "row_expert_ids", route.rows)
+    weights = route.by_source(batch, "row_weights", route.rows)
     if slots != weights.size(1):
         local, weights = local[:, :slots], weights[:, :slots].contiguous()
     return local.long(), weights

@@ -135,8 +135,8 @@ class CuteEPDispatcher(BaseDispatcher):
             room = sum(awaited.wait().padded(ALIGNMENT))
         # the runner may free rows and scale factors
         self._batch, self._rows = batch.without_rows(), room
-        received = pools.first_rows(batch.tokens, room)
-        scales = None if batch.scales is None else pools.first_rows(batch.scales, room)
+        received = batch.buffers.first("tokens", room)
+        scales = None if batch.scales is None else batch.buffers.first("scales", room)
         if scales is not None and self._packed:
             scales = columns_first(packed_exponents(scales))
         sent = tokens * cfg.world_size * cfg.top_k
