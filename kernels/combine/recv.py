@@ -193,17 +193,18 @@ class CombineRecv:
         for segment in cutlass.range(row_slice.first, row_slice.last, self.segments, unroll=1):
             column = segment * SEGMENT + opaque(ctx.lane)
             end = cutlass.min(row_vectors(ctx), row_slice.last * SEGMENT)
-            share_of = partial(self._share, ctx, self._home(ctx, row_slice), column, end)
+            share_of = partial(self._share, ctx, self._home(ctx, row_slice), column, end, self.segments)
             rSum.fill(0.0)
             take_each(filled, slots, partial(self._load_segments, rX, share_of), partial(self._add_segments, rSum, rX))
             for part in cutlass.range_constexpr(self.segments):
                 if column + part * SEGMENT < end:
                     self._finish(ctx, row_slice.token, column + part * SEGMENT, rSum[None, part])
 
-    def _share(self, ctx: CombineContext, home: Int64, column: Int32, end: Int32, slot: Int32) -> Share:
-        """What the lane takes of a slot's first `end` vectors, from a column on; `home`: address of slot 0."""
+    def _share(self, ctx: CombineContext, home: Int64, column: Int32, end: Int32, turns: int, slot: Int32) -> Share:
+        """What the lane takes of a slot's first `end` vectors in so many turns, from a column on; `home`: address of
+        slot 0."""
         slot_at = row_address(home, slot, ctx.arena.returns.stride[2])
-        return share(row_at(slot_at, end), column, self.segments)
+        return share(row_at(slot_at, end), column, turns)
 
     def _load_segments(
         self, rX: cute.Tensor, share_of: Callable[[Int32], Share], slot: Int32, turn: cutlass.Constexpr
@@ -235,7 +236,7 @@ class CombineRecv:
     ) -> Boolean:
         """Wait for one vector of the filled slots and call use(rX, slot) for each, in ascending order; clear Lamport
         words. False after a timeout."""
-        share_of = partial(self._share, ctx, self._home(ctx, row_slice), column, row_vectors(ctx))
+        share_of = partial(self._share, ctx, self._home(ctx, row_slice), column, row_vectors(ctx), 1)
         rX = cute.make_rmem_tensor((WORDS, 1, SLOTS_IN_FLIGHT), Uint32)
         alive = Boolean(True)
         left = slots.filled
