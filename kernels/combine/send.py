@@ -360,7 +360,7 @@ class CombineSend:
         slot_at = row_address(home, slot, ctx.arena.returns.stride[2])
         move(send, rX, share(row_at(slot_at, end), column, cute.size(rX, mode=[1])))
         collided = Boolean(False)
-        if cutlass.const_expr(not self.partial):
+        if cutlass.const_expr(not self.partial):  # beyond the row there is LOST, which is not SENTINEL
             for part in cutlass.range_constexpr(cute.size(rX, mode=[1])):
                 collided = collided | has_sentinel(rX[None, part])
         return collided

@@ -251,8 +251,8 @@ class CombineContext(Context):
 
     @property
     def warps(self) -> Int32:
-        """Warps of a CTA, which the host chooses; read from the block's dimensions it costs a launch 0.1 us (2 x H200,
-        2026-11-26)."""
+        """Warps of a CTA, which the host chooses. An instruction takes a parameter as an operand, and must wait for the
+        block's dimensions."""
         return self.grid.warps
 
     @property
