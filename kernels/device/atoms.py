@@ -68,11 +68,11 @@ def _move_inside(
 def _turns(vectors: Vectors) -> int:
     if isinstance(vectors, Share):
         return vectors.turns
-    return len(vectors) if isinstance(vectors, tuple | list) else cute.size(vectors, mode=[1])
+    return len(vectors) if isinstance(vectors, Sequence) else cute.size(vectors, mode=[1])
 
 
 def _vector(vectors: Vectors, turn: int) -> cute.Tensor:
-    return vectors[turn] if isinstance(vectors, Share | tuple | list) else vectors[None, turn]
+    return vectors[turn] if isinstance(vectors, Share | Sequence) else vectors[None, turn]
 
 
 def weak(words: int = WORDS) -> cute.CopyAtom:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Numeric, Uint32
@@ -147,5 +148,5 @@ def item_coord(item: Int, extent: Int) -> tuple[Int, Int]:
     return item - slow * extent, slow
 
 
-Vectors = cute.Tensor | Share | Sequence[cute.Tensor]
+Vectors: TypeAlias = "cute.Tensor | Share | Sequence[cute.Tensor]"
 """What a thread has of a row, turn by turn: (word, turn) in registers or shared memory, or a vector each turn."""
