@@ -1,4 +1,4 @@
-"""Pictures of layouts: a table of offsets, as text or as SVG, and who owns which element after `distribute`.
+"""Pictures of layouts: a table of offsets, as an SVG, and who owns which element after `distribute`.
 
 Rank 1 is drawn as one row. A nested mode is one axis, walked leftmost-fastest.
 """
@@ -9,7 +9,7 @@ from html import escape
 from math import ceil, sqrt
 from typing import NamedTuple
 
-from cute_ep.layouts.algebra.layout import Layout, LayoutError
+from cute_ep.layouts.tiles.layout import Layout, LayoutError
 from cute_ep.layouts.tiles.tile_tensor import TileTensor
 
 MAX_CELLS = 16384
@@ -51,28 +51,14 @@ def layout_table(layout: Layout) -> list[list[int]]:
     return [[layout(row, column) for column in range(layout[1].size)] for row in range(layout[0].size)]
 
 
-def layout_text(layout: Layout) -> str:
-    """`layout_table` as text: the layout, column numbers, then one line per row; right-aligned."""
-    table = layout_table(layout)
-    width = max(len(str(max(map(max, table)))), len(str(len(table[0]) - 1)), len(str(len(table) - 1)))
-    lines = [
-        str(layout),
-        " " * (width + 3) + " ".join(f"{column:>{width}}" for column in range(len(table[0]))),
-    ]
-    lines += [f"{row:>{width}} | " + " ".join(f"{cell:>{width}}" for cell in cells) for row, cells in enumerate(table)]
-    return "\n".join(lines) + "\n"
+def owners(layout: Layout, threads: Layout) -> dict[int, tuple[int, int]]:
+    """offset -> (thread, value) after `distribute(threads, thread)`.
 
-
-def owners(layout: Layout, threads: Layout, lanes: tuple[int, ...] | None = None) -> dict[int, tuple[int, int]]:
-    """offset -> (thread, value) after `vectorize(*lanes)` (if given) and `distribute(threads, thread)`.
-
-    Values count a thread's elements in row-major order, lanes innermost. Raises LayoutError as these verbs
-    do, and for a layout that repeats an offset, whose owner would be ambiguous.
+    Values count a thread's elements in row-major order. Raises LayoutError as this verb does, and for a layout that
+    repeats an offset, whose owner would be ambiguous.
     """
     view = TileTensor(layout)
-    if lanes is not None:
-        view = view.vectorize(*lanes)
-    found = {}
+    found: dict[int, tuple[int, int]] = {}
     for thread in range(threads.size):
         for value, offset in enumerate(view.distribute(threads, thread).offsets()):
             if offset in found:
@@ -85,20 +71,18 @@ def layout_svg(
     layout: Layout,
     *,
     distribute: Layout | None = None,
-    vectorize: tuple[int, ...] | None = None,
     title: str | None = None,
 ) -> str:
     """A stand-alone SVG of a layout of rank <= 2, one cell per coordinate with its offset.
 
     A long table is cut into panels, which read from left to right, or from top to bottom where it is wide.
 
-    With `distribute`, a thread layout, cells are coloured by thread and read `T3 V1`: value 1 of thread 3, in
-    elements of `vectorize` lanes if given. Otherwise the colour follows the offset. Raises LayoutError as
-    `layout_table` and `owners`.
+    With `distribute`, a thread layout, cells are coloured by thread and read `T3 V1`: value 1 of thread 3.
+    Otherwise the colour follows the offset. Raises LayoutError as `layout_table` and `owners`.
     """
     table = layout_table(layout)
     rows, columns = len(table), len(table[0])
-    owned = owners(layout, distribute, vectorize) if distribute is not None else {}
+    owned = owners(layout, distribute) if distribute is not None else {}
     top = MARGIN + HEADER + (HEADER if title else 0)
     left = MARGIN + HEADER
     tall, wide = _panel(rows, columns)

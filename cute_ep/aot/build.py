@@ -22,9 +22,8 @@ from pathlib import Path
 
 import cute_ep
 from cute_ep.aot.cubin import find_nvdisasm, read_resources
-from cute_ep.aot.library import MANIFEST, LibraryEntry, dsl_version, read_manifest, source_hash
+from cute_ep.aot.library import MANIFEST, LibraryEntry, dsl_install, dsl_version, read_manifest, source_hash
 from cute_ep.api.errors import EPConfigError, EPError, VariantMissing
-from cute_ep.layouts.algebra.eager import dsl_install
 from cute_ep.layouts.maps.variants import Variant
 
 LOG = logging.getLogger(__name__)

@@ -16,17 +16,17 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import cute_ep
 from cute_ep.api.errors import EPConfigError, VariantMissing
-from cute_ep.layouts.algebra.eager import DSL_PACKAGE
 from cute_ep.layouts.maps.variants import ARCHITECTURES, NO_HOOKS, Hooks, Variant
 
 LOG = logging.getLogger(__name__)
 PACKAGE_FOLDER = Path(cute_ep.__file__).parent / "library"
 MANIFEST = "manifest.json"
+DSL_PACKAGE = "nvidia-cutlass-dsl"
 
 
 def dsl_version() -> str | None:
@@ -35,6 +35,17 @@ def dsl_version() -> str | None:
         return version(DSL_PACKAGE)
     except PackageNotFoundError:
         return None
+
+
+def dsl_install() -> str:
+    """The command that installs the DSL, in the version that this package's metadata asks for; in any version where
+    the package has no metadata, since it runs from a folder."""
+    try:
+        needed = requires("cute-ep") or []
+    except PackageNotFoundError:
+        needed = []
+    found = (one.partition(";")[0].strip() for one in needed if one.startswith(DSL_PACKAGE))
+    return f"pip install {next(found, DSL_PACKAGE)}"
 
 
 def source_folders() -> tuple[Path, ...]:

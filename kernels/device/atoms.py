@@ -75,14 +75,10 @@ def _vector(vectors: Vectors, turn: int) -> cute.Tensor:
     return vectors[turn] if isinstance(vectors, Share | Sequence) else vectors[None, turn]
 
 
-def weak(words: int = WORDS) -> cute.CopyAtom:
-    """Copy atom of one plain access."""
-    return cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=32 * words)
-
-
 def plain(source: cute.Tensor, target: cute.Tensor) -> None:
     """A weak access."""
-    cute.copy(weak(cute.size(source)), source, target)
+    weak = cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=32 * cute.size(source))
+    cute.copy(weak, source, target)
 
 
 def send(rWords: cute.Tensor, gWords: cute.Tensor) -> None:

@@ -9,10 +9,10 @@ from cutlass import Int32, Int64, Numeric, Uint8, Uint32
 from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.divide import quotient
 from cute_ep.kernels.device.memory import row_at, share
-from cute_ep.layouts.algebra.layout import Swizzle
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS, WIDE_THREADS
 from cute_ep.layouts.maps.record import Region
+from cute_ep.layouts.tiles.layout import Swizzle
 
 
 def launch_config(grid: Int32, shared_bytes: int = 0, wide: bool = False) -> dict:

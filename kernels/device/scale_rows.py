@@ -13,7 +13,7 @@ from cute_ep.layouts.maps.arguments import Scales
 from cute_ep.layouts.maps.scales import ATOM_ROWS, LANE_ROWS, WORD_BYTES
 
 
-def scale_word_offset(scales: Scales, row: Int32 | Uint32, column: Int32 | Uint32) -> Int64:
+def _scale_word_offset(scales: Scales, row: Int32 | Uint32, column: Int32 | Uint32) -> Int64:
     """`ScaleMap.at` in products of two 32-bit numbers, which are one instruction."""
     in_block = remainder(row, ATOM_ROWS)
     inside = remainder(in_block, 32) * scales.inner + quotient(in_block, 32) * scales.middle
@@ -27,7 +27,7 @@ def store_scale_word(scales: Scales, row: Int32 | Uint32, column: Int32 | Uint32
 
 def scale_row_address(scales: Scales, row: Int32 | Uint32, column: Int32 | int = 0) -> Int64:
     """Address of a word of scale factors, by default word 0 of a row."""
-    return row_address(scales.data, scale_word_offset(scales, row, column), WORD_BYTES)
+    return row_address(scales.data, _scale_word_offset(scales, row, column), WORD_BYTES)
 
 
 def scale_row(scales: Scales, home: Int64, words: Int32) -> Row:

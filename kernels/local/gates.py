@@ -16,8 +16,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Uint32
 
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, halves, round_vector
-from cute_ep.layouts.algebra.layout import Layout
 from cute_ep.layouts.maps.local_arguments import RowsArgs
+from cute_ep.layouts.tiles.layout import Layout
 
 GATE_UP = (Layout((VECTOR_ELEMENTS, 2), (1, VECTOR_ELEMENTS)), Layout((VECTOR_ELEMENTS, 2), (2, 1)))
 """(element, gate or up) of the numbers in two source vectors: one after the other, interleaved."""

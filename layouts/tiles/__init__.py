@@ -1,1 +1,1 @@
-"""TileTensor: views of tensors by tile, vectorize and distribute, on host and device."""
+"""Layouts and swizzles, and TileTensor: views by tile, vectorize and distribute."""

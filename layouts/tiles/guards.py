@@ -1,15 +1,13 @@
-"""What a tile, a vector, a distribution or a copy must satisfy, on the host and inside a kernel alike.
+"""What a tile, a vector, a distribution or a copy must satisfy.
 
-Each function raises LayoutError naming the verb, the rule and the values. Extents and strides that are not
-Python ints are run-time values and go unchecked.
+Each function raises LayoutError naming the verb, the rule and the values.
 """
 
 from __future__ import annotations
 
 from math import prod
 
-from cute_ep.layouts.algebra.guards import coalesced
-from cute_ep.layouts.algebra.layout import (
+from cute_ep.layouts.tiles.layout import (
     ENUMERATED_SIZE,
     IntTuple,
     Layout,
@@ -32,7 +30,7 @@ def require_tiles(verb: str, shape: tuple, tile: tuple[int, ...]) -> None:
     if len(tile) != len(shape) or any(not isinstance(size, int) or size < 1 for size in tile):
         raise LayoutError(f"{verb}: {tile} must be one positive int per mode of {shape}")
     for extent, size in zip(shape, tile, strict=True):
-        if isinstance(extent, int) and extent % size:
+        if extent % size:
             raise LayoutError(f"{verb}: {size} does not divide the extent {extent} of {shape}")
 
 
@@ -41,7 +39,7 @@ def require_tile_coord(shape: tuple, tile: tuple[int, ...], coord: tuple) -> Non
     if len(coord) != len(shape):
         raise LayoutError(f"tile: coordinate {coord} does not fit {shape}")
     for extent, size, position in zip(shape, tile, coord, strict=True):
-        if isinstance(position, int) and (position < 0 or (isinstance(extent, int) and position >= extent // size)):
+        if not 0 <= position < extent // size:
             raise LayoutError(f"tile: coordinate {coord} is outside {shape} in tiles of {tile}")
 
 
@@ -54,12 +52,12 @@ def require_lanes(shape: tuple, stride: tuple, lanes: tuple[int, ...], base: int
     require_tiles("vectorize", shape, lanes)
     width = prod(lanes)
     block = [(size, step) for size, step in zip(lanes, stride, strict=True) if size > 1]
-    if any(not isinstance(step, int) for _, step in block) or (block and coalesced(block) != [(width, 1)]):
+    if block and _merged(block) != [(width, 1)]:
         raise LayoutError(f"vectorize: lanes {lanes} over strides {stride} are not {width} contiguous elements")
     for extent, step, size in zip(shape, stride, lanes, strict=True):
-        if isinstance(step, int) and extent != size and step * size % width:
+        if extent != size and step * size % width:
             raise LayoutError(f"vectorize: a step of {step * size} elements misaligns vectors of {width}")
-    if isinstance(base, int) and base % width:
+    if base % width:
         raise LayoutError(f"vectorize: base {base} misaligns vectors of {width}")
 
 
@@ -102,13 +100,13 @@ def require_same_shape(shape: tuple, other: tuple, element_size: int, other_elem
 def require_bounds(bound: int | slice, extent: int) -> tuple[int, int | None]:
     """(start, length) of a Python slice of step 1, negative ends wrapped; of an int, (start, None)."""
     if not isinstance(bound, slice):
-        if isinstance(bound, int) and isinstance(extent, int) and not -extent <= bound < extent:
+        if not -extent <= bound < extent:
             raise LayoutError(f"slice: {bound} is outside an extent of {extent}")
-        return (bound + extent if isinstance(bound, int) and bound < 0 else bound), None
+        return (bound + extent if bound < 0 else bound), None
     start = 0 if bound.start is None else bound.start
     stop = extent if bound.stop is None else bound.stop
-    if bound.step not in (None, 1) or not all(isinstance(end, int) for end in (start, stop, extent)):
-        raise LayoutError(f"slice: {bound} of an extent of {extent} needs step 1 and ends known at compile time")
+    if bound.step not in (None, 1):
+        raise LayoutError(f"slice: {bound} of an extent of {extent} needs step 1")
     start, stop = (end + extent if end < 0 else end for end in (start, stop))
     if not 0 <= start < stop <= extent:
         raise LayoutError(f"slice: {bound} is empty or outside an extent of {extent}")
@@ -155,6 +153,17 @@ def part_bounds(extent: int, index: int, count: int, align: int) -> tuple[int, i
     if not 0 <= index < count or start >= stop:
         raise LayoutError(f"split: part {index} of {count} of an extent of {extent} is empty")
     return start, stop
+
+
+def _merged(modes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(extent, stride) of leaves, each merged into the one before where strides line up."""
+    merged: list[tuple[int, int]] = []
+    for extent, stride in modes:
+        if merged and merged[-1][0] * merged[-1][1] == stride:
+            merged[-1] = (merged[-1][0] * extent, merged[-1][1])
+        else:
+            merged.append((extent, stride))
+    return merged
 
 
 def _times(stride: IntTuple, factor: int) -> IntTuple:

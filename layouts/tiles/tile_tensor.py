@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
-from cute_ep.layouts.algebra.layout import IntTuple, Layout, LayoutError, Swizzle
 from cute_ep.layouts.tiles.guards import (
     fragment_modes,
     part_bounds,
@@ -28,6 +27,7 @@ from cute_ep.layouts.tiles.guards import (
     require_tile_coord,
     require_tiles,
 )
+from cute_ep.layouts.tiles.layout import IntTuple, Layout, LayoutError, Swizzle
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class TileTensor:
         """Tile number `coord` of the view cut into tiles of `shape`.
 
         On a parent of nested (outer, inner) modes, as `row_major((2, 4), (3, 5))` builds, a tile is the
-        inner leaves and `coord` counts the outer ones. A `blocked_product` has its block first; it is
-        refused, because this rule would read across its blocks: use `zipped_divide`.
+        inner leaves and `coord` counts the outer ones. A parent whose blocks come first, as those of CuTe's
+        `blocked_product`, is refused, because this rule would read across its blocks.
         """
         shape, coord = tuple(shape), tuple(coord)
         if any(isinstance(extent, tuple) for extent in self.shape):

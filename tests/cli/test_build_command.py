@@ -17,7 +17,6 @@ from cute_ep.api.errors import EPConfigError
 from cute_ep.cli import build as build_module
 from cute_ep.cli.common import bytes_text, seconds_text
 from cute_ep.cli.main import main, make_parser
-from cute_ep.layouts.algebra import eager
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.variants import Hooks, Variant, variants
 
@@ -121,8 +120,8 @@ def test_a_package_without_metadata_knows_no_version_of_the_dsl(monkeypatch: pyt
     def requires(name: str) -> None:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(eager, "requires", requires)
-    assert eager.dsl_install() == "pip install nvidia-cutlass-dsl"
+    monkeypatch.setattr(library, "requires", requires)
+    assert library.dsl_install() == "pip install nvidia-cutlass-dsl"
 
 
 @needs_dsl

@@ -14,7 +14,7 @@ from cutlass import Int32
 from cute_ep.kernels.combine.schedule import span_of
 from cute_ep.kernels.device.slices import SEGMENT, segments_of
 from cute_ep.layouts.maps.arena import MAX_SLICES
-from cute_ep.layouts.maps.launch import WARPS, WIDE_WARPS
+from cute_ep.layouts.maps.launch import WARPS, WIDE_THREADS, WIDE_WARPS
 from cute_ep.layouts.maps.routing import MAX_TOP_K
 
 from .host import run_map
@@ -42,5 +42,7 @@ def test_spans_have_every_segment_of_every_token_once(warps: int) -> None:
 
 
 def test_entries_of_a_span_are_a_word_a_thread() -> None:
-    """The most tokens of a span, one a warp, have at most as many entries as the warps have threads."""
+    """The most tokens of a span, one a warp, have at most as many entries as the warps have threads; and a stage has a
+    word for each thread, which writes a zero where the span has no entry."""
     assert MAX_TOP_K <= 32
+    assert WIDE_THREADS <= WIDE_WARPS * MAX_TOP_K

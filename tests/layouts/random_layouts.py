@@ -1,7 +1,6 @@
 """Random layouts for the tests of this folder: what hypothesis draws, and CuTe itself to compare with.
 
-Strides are permuted compact (`compact`), the same with divisible gaps (`tractable`), the latter with some strides 0
-(`broadcast`), or with gaps of any size, which may divide nothing (`gapped`).
+Strides are permuted compact with divisible gaps (`tractable`), or the same with some strides 0 (`broadcast`).
 """
 
 from contextlib import contextmanager
@@ -11,19 +10,15 @@ import pytest
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 
-from cute_ep.layouts.algebra.algebra import Layout, Swizzle, col_major, row_major
+from cute_ep.layouts.tiles.layout import Layout, Swizzle, col_major, row_major
 
 LARGEST = 256
 LEAVES = (1, 2, 3, 4, 6, 8)
 POWERS = (1, 2, 4, 8)
 
-# Sizes and fitting pairs are drawn and filtered: what a law needs is rarely what the first draw gives.
+# Sizes are drawn and filtered: what a law needs is rarely what the first draw gives.
 FILTERED = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 law = settings(max_examples=60, suppress_health_check=FILTERED)
-
-
-def leaf_count(shape):
-    return sum(map(leaf_count, shape)) if isinstance(shape, tuple) else 1
 
 
 def nested_like(shape, leaves):
@@ -49,13 +44,7 @@ def layouts(draw, kind="tractable", leaves=LEAVES, **options):
     extents = [extent for extent, _ in Layout(shape).modes]
     strides, reach = [0] * len(extents), 1
     for position in draw(st.permutations(range(len(extents)))):
-        if kind == "gapped":
-            reach += draw(st.sampled_from((0, 0, 1, 2, 3)))
-        reach *= (
-            1
-            if kind in ("compact", "gapped")
-            else draw(st.sampled_from((1, 1, 2, 4) if leaves == POWERS else (1, 1, 2, 3)))
-        )
+        reach *= draw(st.sampled_from((1, 1, 2, 4) if leaves == POWERS else (1, 1, 2, 3)))
         strides[position] = reach
         reach *= extents[position]
         if kind == "broadcast" and draw(st.booleans()):
@@ -67,8 +56,16 @@ def offsets(layout):
     return [layout(index) for index in range(layout.size)]
 
 
-def pair(left, right):
-    return Layout((left.shape, right.shape), (left.stride, right.stride))
+def coordinate(index, shape):
+    """Coordinate number `index` of a shape, leftmost-fastest and nested as the shape, by one division a leaf."""
+
+    def digits():
+        left = index
+        for extent, _ in Layout(shape).modes:
+            yield left % extent
+            left //= extent
+
+    return nested_like(shape, digits())
 
 
 @contextmanager
@@ -88,12 +85,6 @@ def tiled_matrices(draw):
     shape = tuple(map(prod, zip(tile, counts, strict=True)))
     order = draw(st.sampled_from((row_major(*shape), col_major(*shape), Layout(shape, (2 * shape[1], 2)))))
     return order, tuple(tile), tuple(counts)
-
-
-@st.composite
-def compact_matrices(draw, largest):
-    shape = tuple(draw(st.sampled_from((1, 2, 3, largest))) for _ in range(2))
-    return draw(st.sampled_from((row_major, col_major)))(*shape)
 
 
 @st.composite

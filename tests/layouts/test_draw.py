@@ -1,4 +1,4 @@
-"""The table is the layout, the text and the SVG show the table, and colours follow the owners."""
+"""The table is the layout, the SVG shows the table, and colours follow the owners."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import pytest
 
-from cute_ep.layouts.algebra.algebra import Layout, LayoutError, row_major
-from cute_ep.layouts.draw import layout_svg, layout_table, layout_text, owners
+from cute_ep.layouts.draw import layout_svg, layout_table, owners
+from cute_ep.layouts.tiles.layout import Layout, LayoutError, row_major
 from cute_ep.layouts.tiles.tile_tensor import TileTensor
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -30,13 +30,6 @@ def test_table_is_the_layout(text):
     assert [offset for row in table for offset in row] == TileTensor(layout).offsets()
 
 
-def test_text_holds_the_table():
-    lines = layout_text(Layout.parse("(2,12):(12,1)")).splitlines()
-    assert lines[0] == "(2,12):(12,1)"
-    assert [int(word) for word in lines[3].split("|")[1].split()] == list(range(12, 24))
-    assert len({len(line) for line in lines[1:]}) == 1, "aligned"
-
-
 def test_svg_shows_every_offset_and_escapes_the_title():
     texts, fills = cells_of(layout_svg(Layout.parse("(3,4):(4,1)"), title="a < b & c"))
     assert texts[0] == "a < b & c"
@@ -47,11 +40,11 @@ def test_svg_shows_every_offset_and_escapes_the_title():
 
 def test_svg_labels_and_colours_follow_distribute():
     layout, threads = row_major(8, 16), row_major(4, 2)
-    owned = owners(layout, threads, (1, 4))
+    owned = owners(layout, threads)
     for tid in range(8):
-        fragment = TileTensor(layout).vectorize(1, 4).distribute(threads, tid).offsets()
+        fragment = TileTensor(layout).distribute(threads, tid).offsets()
         assert [owned[offset] for offset in fragment] == [(tid, value) for value in range(16)]
-    texts, fills = cells_of(layout_svg(layout, distribute=threads, vectorize=(1, 4)))
+    texts, fills = cells_of(layout_svg(layout, distribute=threads))
     labels = [text for text in texts if text.startswith("T")]
     assert labels == ["T{} V{}".format(*owned[offset]) for offset in range(128)]
     colours = defaultdict(set)

@@ -3,7 +3,7 @@
 As in arXiv 2505.23819.
 """
 
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from random_layouts import (
     POWERS,
@@ -13,13 +13,7 @@ from random_layouts import (
     swizzles,
 )
 
-from cute_ep.layouts.algebra.algebra import (
-    Layout,
-    Swizzle,
-    composition,
-    is_injective,
-    row_major,
-)
+from cute_ep.layouts.tiles.layout import Layout, Swizzle, is_injective, row_major
 
 
 def bit_matrix(function, bits):
@@ -54,16 +48,6 @@ def test_power_of_two_layouts_are_bit_matrices(layout):
     rank = binary_rank(matrix)
     assert is_injective(layout) == (rank == bits)
     assert len(set(offsets(layout))) == 2**rank
-
-
-@law
-@given(layouts("broadcast", POWERS), layouts("tractable", POWERS, largest=32))
-def test_composition_is_the_matrix_product(outer, inner):
-    assume(inner.cosize <= outer.size)
-    left = bit_matrix(outer, outer.size.bit_length() - 1)
-    right = bit_matrix(inner, inner.size.bit_length() - 1)
-    result = composition(outer, inner)
-    assert bit_matrix(result, inner.size.bit_length() - 1) == [apply(left, column) for column in right]
 
 
 @law

@@ -8,9 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_layouts import cute_context, law, offsets
 
-from cute_ep.layouts.algebra.algebra import (
-    Layout,
-)
 from cute_ep.layouts.maps.scales import (
     ATOM,
     ATOM_BYTES,
@@ -22,6 +19,7 @@ from cute_ep.layouts.maps.scales import (
     scale_shape,
     scale_words,
 )
+from cute_ep.layouts.tiles.layout import Layout
 
 
 def repeated_scales(blocks, column_tiles, vector):

@@ -6,17 +6,8 @@ stride 16, `dyn8x12` run-time extents (row-major), `rmn2.4x3.5` / `cmn...` neste
 
 from pathlib import Path
 
-from cute_ep.layouts.algebra.algebra import (
-    Layout,
-    Swizzle,
-    blocked_product,
-    coalesce,
-    col_major,
-    recast_layout,
-    row_major,
-    zipped_divide,
-)
 from cute_ep.layouts.maps.scales import atom_shape_stride
+from cute_ep.layouts.tiles.layout import Layout, Swizzle, col_major, row_major
 from cute_ep.layouts.tiles.tile_tensor import TileTensor
 
 CASES = dict(
@@ -27,8 +18,8 @@ CASES = dict(
 
 
 def expected(case):
-    """The recorded answer: a list of ints, or a string for the cases that print a layout."""
-    if case.startswith("str/"):
+    """The recorded answer: a list of ints, or a string for the case that prints a layout."""
+    if case.startswith("rmn/"):
         return CASES[case]
     return [int(item) for item in CASES[case].split(",") if item]
 
@@ -92,24 +83,13 @@ def _split_part(parent, count, index):
     return _view(parent).split_part(int(index[1:]), int(count[1:])).offsets()
 
 
-def _blocked_product(block, tiler):
-    return TileTensor(blocked_product(_layout(block), _layout(tiler))).offsets()
-
-
 def _mojo_text(layout):
     """Mojo's spelling: spaces after commas, the whole in parentheses."""
     return f"({layout})".replace(",", ", ")
 
 
-def _string(operation, *arguments):
-    layouts = {
-        "zipdiv": lambda parent, tile: zipped_divide(_layout(parent), _ints(tile, "x")),
-        "upcast2": lambda parent: recast_layout(16, 8, _layout(parent)),
-        "coalesce": lambda parent: coalesce(_layout(parent)),
-        "rmn": lambda modes: row_major(*(_ints(mode, ".") for mode in modes.split("x"))),
-        "bprod": lambda block, tiler: blocked_product(_layout(block), _layout(tiler)),
-    }
-    return _mojo_text(layouts[operation](*arguments))
+def _nested_row_major(modes):
+    return _mojo_text(row_major(*(_ints(mode, ".") for mode in modes.split("x"))))
 
 
 def _by_int(shape):
@@ -147,8 +127,7 @@ KINDS = {
     "splitdyn": _split_part,
     "transpose": lambda parent: _view(parent).transpose().offsets(),
     "coalesce": lambda parent: _view(parent).coalesce().offsets(),
-    "bprod": _blocked_product,
-    "str": _string,
+    "rmn": _nested_row_major,
     "int": _by_int,
     "idx2crd": _coordinates,
     "swz": _swizzle,

@@ -17,7 +17,6 @@ import cute_ep
 ROOT = Path(__file__).parents[2]
 ROOMS = (
     "cute_ep.layouts.maps",
-    "cute_ep.layouts.algebra",
     "cute_ep.layouts.tiles",
     "cute_ep.layouts",
     "cute_ep.kernels.device",
@@ -45,8 +44,6 @@ ROOMS = (
     "cute_ep",
 )
 """Each may import itself and those before it."""
-DSL_FILES = {"layouts/algebra/eager.py"}
-"""Files of `layouts` that bridge to the CuTe DSL."""
 BUILD_FILE = "cute_ep/aot/build.py"
 """The one file of the runtime that may import kernels or the DSL."""
 TORCH_STACK = {"torch", "cuda", "rich"}
@@ -133,7 +130,7 @@ def allowed(path: str, name: str) -> bool:
     if name.split(".")[0] in sys.stdlib_module_names:
         return True
     if within(name, "cutlass"):
-        return folder == "kernels" or path in (*DSL_FILES, BUILD_FILE)
+        return folder == "kernels" or path == BUILD_FILE
     if within(name, ADAPTERS) or (within(module_of(path), ADAPTERS) and within(name, "cute_ep")):
         return allowed_of_adapters(module_of(path), name)
     top = name.split(".")[0]
@@ -211,7 +208,7 @@ def test_every_room_says_what_it_is() -> None:
     [
         ("layouts/maps/formats.py", "torch"),
         ("layouts/maps/formats.py", "cutlass"),
-        ("layouts/maps/arena.py", "cute_ep.layouts.algebra.layout.Layout"),
+        ("layouts/maps/arena.py", "cute_ep.layouts.tiles.layout.Layout"),
         ("layouts/maps/arena.py", "cute_ep.kernels.device.block"),
         ("layouts/maps/arena.py", "cute_ep.api.config"),
         ("kernels/device/sync.py", "cute_ep.kernels.dispatch.route"),

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from cute_ep.layouts.algebra.guards import overlapping
 from cute_ep.layouts.maps.record import Int
 
 # Sets larger than this are not enumerated; a question that needs it is refused.
@@ -115,17 +114,10 @@ class Layout:
         """One more than the largest offset."""
         return sum((extent - 1) * stride for extent, stride in self.modes) + 1
 
-    def flatten(self) -> Layout:
-        """The same leaves without nesting: `((2,4),3)` becomes `(2,4,3)`; an int shape stays an int."""
-        if not isinstance(self.shape, tuple):
-            return self
-        return Layout(int_leaves(self.shape), int_leaves(self.stride))
-
     def offset2crd(self, offset: int) -> IntTuple:
         """The coordinate (nested as the shape) whose offset is `offset`: leaf = (offset // stride) % extent.
 
-        The DSL's `get_hier_coord`, Mojo's `TensorLayout.idx2crd`; CuTe's `idx2crd` inverts the coordinate
-        number instead, see the function of that name. Raises LayoutError when the formula finds no
+        The DSL's `get_hier_coord`, Mojo's `TensorLayout.idx2crd`. Raises LayoutError when the formula finds no
         coordinate of that offset, because there is none or because the leaves overlap.
         """
         leaves = iter((offset // stride) % extent if stride else 0 for extent, stride in self.modes)
@@ -187,30 +179,26 @@ def col_major(*shape: IntTuple) -> Layout:
     return Layout(_shape_arguments(shape))
 
 
-def idx2crd(index: int, shape: IntTuple) -> IntTuple:
-    """CuTe's `idx2crd`: coordinate number `index` of `shape`, leftmost-fastest, nested as the shape.
-
-    Raises LayoutError unless 0 <= index < size.
-    """
-    if not 0 <= index < prod(int_leaves(shape)):
-        raise LayoutError(f"{int_text(shape)} has no coordinate number {index}")
-    digits = []
-    for extent in int_leaves(shape):
-        digits.append(index % extent)
-        index //= extent
-    return _renest(shape, iter(digits))
-
-
 def is_injective(layout: Layout) -> bool:
     """Whether no two coordinates share an offset. Raises LayoutError where that is too large to decide."""
     modes = [mode for mode in layout.modes if mode[0] > 1]
     if any(stride == 0 for _, stride in modes):
         return False
-    if overlapping(modes) is None:
+    if _are_nested(modes):
         return True
     if layout.size > ENUMERATED_SIZE:
         raise LayoutError(f"cannot decide whether {layout} is injective: its leaves interleave")
     return len({layout(index) for index in range(layout.size)}) == layout.size
+
+
+def _are_nested(modes: list[tuple[int, int]]) -> bool:
+    """Whether each leaf, by stride, starts past the leaves of smaller stride: then they cannot overlap."""
+    reach = 1
+    for stride, extent in sorted((stride, extent) for extent, stride in modes):
+        if stride < reach:
+            return False
+        reach = extent * stride
+    return True
 
 
 def _int_tuple(value: object, least: int, name: str) -> IntTuple:

@@ -1,1 +1,0 @@
-"""CuTe's layout algebra in plain Python."""
