@@ -1,10 +1,8 @@
 """The sending role: an expert rank returns its rows of each token of each source, or their weighted sum.
 
 Each warp carries slices of returned rows; where rows are not Lamport rows, the warps of a CTA carry a span (`schedule`
-says which come when), whose steps, `segments` segments of a token, they take in turn. What a warp needs to know of a
-token are its entries: lane k holds the row and the weight of entry k. Those of a span come through shared memory:
+says which come when), whose steps, `segments` segments of a token, they take in turn:
 
-    entries of spans      (stage, token, k)    (2, span tokens, top_k)    rows, and weights of a sum
     steps of a span       (warp, turn)         (warps, ...) : (1, warps)  token first, then segments
 
 Before a span is carried, the entries of the next one are on their way (cp.async), and so is the ticket for the one
@@ -17,62 +15,23 @@ A token without rows here is passed over: its source knows that. A row that disp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import IntEnum
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
-from cute_ep.kernels.combine.schedule import CombineSchedule, Span, row_vectors, span_of
+from cute_ep.kernels.combine.entries import Entries, EntryStages
+from cute_ep.kernels.combine.schedule import CombineSchedule, row_vectors, span_of
 from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, opaque, round_vector
-from cute_ep.kernels.device.atoms import fetch, has_sentinel, move, plain, send, streamed
+from cute_ep.kernels.device.atoms import has_sentinel, move, send, streamed
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.device.context import CombineContext
-from cute_ep.kernels.device.divide import Divisor, division_magic, quotient
-from cute_ep.kernels.device.lamport import is_lamport, region_of
-from cute_ep.kernels.device.memory import WORDS, array, row_address, row_at, share, words_at
+from cute_ep.kernels.device.lamport import is_lamport
+from cute_ep.kernels.device.memory import WORDS, row_address, row_at, share
 from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, slice_of, without_lowest
 from cute_ep.kernels.device.sync import signal
 from cute_ep.layouts.maps.arena import CHUNK, COMBINE_ITEMSIZE, chunk_of
-from cute_ep.layouts.maps.launch import WIDE_WARPS
 from cute_ep.layouts.maps.record import Region, RegionMap
-from cute_ep.layouts.maps.routing import MAX_TOP_K, NO_ROW
-from cute_ep.layouts.maps.scales import WORD_BYTES
-
-STAGES = 2
-"""Spans whose entries are in shared memory: of the one that is carried, and of the next."""
-
-
-class Fact(IntEnum):
-    """What the steps of a span share: its tokens, steps of a token and their `magic`, bytes from token to token, first
-    segment, and the first vector that is beyond."""
-
-    TOKENS = 0
-    STEPS = 1
-    STEPS_MAGIC = 2
-    PITCH = 3
-    FIRST = 4
-    END = 5
-
-
-FACT_WORDS = 8
-"""Room for the facts of a span, in whole vectors."""
-
-
-def _fact(rFacts: cute.Tensor, fact: Fact) -> Int32:
-    return Int32(rFacts[int(fact)])
-
-
-@dataclass(frozen=True)
-class Entries:
-    """A token's entries of this rank: lane k holds row and weight of entry k, bit k of `wanted` is set where it has
-    one. `once`: loaded rows are the first to leave the caches."""
-
-    row: Int32
-    weight: Float32
-    wanted: Uint32
-    once: Boolean
+from cute_ep.layouts.maps.routing import NO_ROW
 
 
 class CombineSend:
@@ -84,11 +43,7 @@ class CombineSend:
     def __init__(self, partial: bool, segments: int, epoch: Region, shared: RegionMap) -> None:
         self.partial, self.segments, self.epoch = partial, segments, epoch
         self.schedule = CombineSchedule(epoch, shared)
-        self.facts = shared.add("return_facts", 4, STAGES, FACT_WORDS)
-        self.homes = shared.add("return_homes", 8, STAGES)
-        self.rows = shared.add("return_rows", 4, STAGES, WIDE_WARPS * MAX_TOP_K)
-        if partial:
-            self.weights = shared.add("return_weights", 4, STAGES, WIDE_WARPS * MAX_TOP_K)
+        self.entries = EntryStages(partial, segments, epoch, shared)
 
     @cute.jit
     def prepare(self, ctx: CombineContext) -> tuple[Int32, Float32]:
@@ -98,12 +53,12 @@ class CombineSend:
         row, weight = Int32(NO_ROW), Float32(0.0)
         if spans:
             span = span_of(source, number, tokens, log2, row_vectors(ctx), ctx.warps)
-            self._fetch_entries(ctx, span, Int32(0))
+            self.entries.fetch(ctx, span, Int32(0))
             cute.arch.cp_async_commit_group()
         else:
             row_slice = slice_of(number, log2, row_vectors(ctx))
             due = (row_slice.token < tokens) & (row_slice.first < row_slice.last)
-            row, weight = self._load_entries(ctx, source, row_slice.token, due)
+            row, weight = self.entries.load(ctx, source, row_slice.token, due)
         return row, weight
 
     @cute.jit
@@ -143,7 +98,7 @@ class CombineSend:
             row_slice = self.schedule.row_slice(ctx, source, index)
             first, last = row_slice.first, row_slice.last
             due = self.schedule.is_due(item, source, row_slice)
-            row, weight = self._load_entries(ctx, source, row_slice.token, due)
+            row, weight = self.entries.load(ctx, source, row_slice.token, due)
             home = ctx.there(source, region, sEpoch[0] & 1, row_slice.token)
 
     @cute.jit
@@ -152,14 +107,15 @@ class CombineSend:
         same spans."""
         item, turn = self.schedule.first(ctx, True), Int32(0)
         self.schedule.ask_span(ctx, turn)
-        self._put_facts(ctx, self.schedule.span(ctx, item), turn)
+        span = self.schedule.span(ctx, item)
+        self.entries.put_facts(ctx, span, self._is_lamport(span.source), turn)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()  # the first span's entries are there, and the ticket
         while item < self.schedule.count():
             span = self.schedule.span(ctx, self.schedule.next_span(ctx, turn))
-            self._fetch_entries(ctx, span, turn ^ 1)
+            self.entries.fetch(ctx, span, turn ^ 1)
             cute.arch.cp_async_commit_group()
-            self._put_facts(ctx, span, turn ^ 1)
+            self.entries.put_facts(ctx, span, self._is_lamport(span.source), turn ^ 1)
             self.schedule.ask_span(ctx, turn ^ 1)
             self._carry_span(ctx, turn)
             following = self.schedule.next_span(ctx, opaque(turn))  # read again, not kept: registers are short above
@@ -170,46 +126,18 @@ class CombineSend:
             item, turn = following, turn ^ 1
 
     @cute.jit
-    def _put_facts(self, ctx: CombineContext, span: Span, stage: Int32) -> None:
-        """What each step of a span reads, into a stage, by thread 0."""
-        sFacts, sHomes = shared_array(self.facts, Uint32), shared_array(self.homes, Int64)
-        sEpoch = shared_array(self.epoch, Int64)
-        if ctx.tid == 0:
-            region = region_of(self._is_lamport(span.source), ctx.arena.lamport_returns, ctx.arena.returns)
-            steps = cutlass.max(quotient(span.last - span.first + (self.segments - 1), self.segments), Int32(1))
-            facts = {
-                Fact.TOKENS: span.tokens,
-                Fact.STEPS: steps,
-                Fact.STEPS_MAGIC: division_magic(Uint32(steps)),
-                Fact.PITCH: region.stride[1],
-                Fact.FIRST: span.first,
-                Fact.END: cutlass.min(row_vectors(ctx), span.last * SEGMENT),
-            }
-            for fact, value in facts.items():
-                sFacts[stage, int(fact)] = Uint32(value)
-            sHomes[stage] = ctx.there(span.source, region, sEpoch[0] & 1, span.token)
-
-    @cute.jit
     def _carry_span(self, ctx: CombineContext, stage: Int32) -> None:
         """The warp's steps of a span."""
-        sFacts, sHomes = shared_array(self.facts, Uint32), shared_array(self.homes, Int64)
-        rFacts = cute.make_rmem_tensor(FACT_WORDS, Uint32)
         number = ctx.warp
         carries = Boolean(True)
         while carries:
-            here = opaque(stage)  # or what is read would be kept, and registers are short
-            parts = [
-                [cute.local_tile(one, (WORDS,), (part,)) for part in range(2)] for one in (sFacts[here, None], rFacts)
-            ]
-            move(plain, *parts)
-            step, token = Divisor(_fact(rFacts, Fact.STEPS), rFacts[int(Fact.STEPS_MAGIC)]).split(number)
-            carries = token < _fact(rFacts, Fact.TOKENS)
+            # `opaque`: or what all steps share would be kept, and registers are short
+            step = self.entries.step(number, opaque(stage))
+            carries = step.there
             if carries:
-                entries = self._staged_entries(ctx, token, stage)
+                entries = self.entries.staged(ctx, step.token, stage)
                 if entries.wanted != Uint32(0):
-                    home = row_address(sHomes[here], token, _fact(rFacts, Fact.PITCH))
-                    segment = _fact(rFacts, Fact.FIRST) + step * self.segments
-                    self._push_segments(ctx, home, segment, _fact(rFacts, Fact.END), entries, self.segments)
+                    self._push_segments(ctx, step.home, step.segment, step.end, entries, self.segments)
             number += ctx.warps
 
     @cute.jit
@@ -235,53 +163,6 @@ class CombineSend:
         cute.arch.sync_warp()
         if flagged & (ctx.lane == 0):
             signal(ctx.there(source, ctx.arena.return_ready, ctx.rank, index), sEpoch[0])
-
-    @cute.jit
-    def _load_entries(self, ctx: CombineContext, source: Int32, token: Int32, due: Boolean) -> tuple[Int32, Float32]:
-        """(row, weight) of the token's entry number `lane`; NO_ROW where it has none here."""
-        in_rank = ctx.group.max_tokens * ctx.top_k
-        index = token * ctx.top_k + ctx.lane
-        row = Int32(NO_ROW)
-        weight = Float32(0.0)
-        if due & (ctx.lane < ctx.top_k):
-            row = array(ctx.batch.row_map, Int32, ctx.ranks, in_rank)[source, index]
-            if cutlass.const_expr(self.partial):
-                weight = Float32(array(ctx.batch.weights, Float32, ctx.ranks, in_rank)[source, index])
-        return self._checked(ctx, row, weight)
-
-    @cute.jit
-    def _fetch_entries(self, ctx: CombineContext, span: Span, stage: Int32) -> None:
-        """Begin to copy the entries of a span into a stage, a word of each array a thread: a span has at most a token a
-        warp."""
-        nbytes = ctx.group.max_tokens * ctx.top_k * WORD_BYTES
-        first, end = span.token * ctx.top_k, (span.token + span.tokens) * ctx.top_k
-        arrays = [(ctx.batch.row_map, self.rows)]
-        if cutlass.const_expr(self.partial):
-            arrays += [(ctx.batch.weights, self.weights)]
-        for data, staged in arrays:
-            sWords = cute.local_tile(shared_array(staged, Uint32)[stage, None], (1,), (ctx.tid,))
-            gWords = words_at(row_address(data, span.source, nbytes), end)
-            move(fetch, share(gWords, first + ctx.tid, 1), [sWords])
-
-    @cute.jit
-    def _staged_entries(self, ctx: CombineContext, token: Int32, stage: Int32) -> Entries:
-        """The entries of a token of a span, by number in the span."""
-        row, weight = Int32(NO_ROW), Float32(0.0)
-        if ctx.lane < ctx.top_k:
-            place = stage, token * ctx.top_k + ctx.lane
-            row = shared_array(self.rows, Int32)[place]
-            if cutlass.const_expr(self.partial):
-                weight = shared_array(self.weights, Float32)[place]
-        row, weight = self._checked(ctx, row, weight)
-        return Entries(row, weight, Uint32(cute.arch.vote_ballot_sync(row >= 0)), Boolean(True))
-
-    @cute.jit
-    def _checked(self, ctx: CombineContext, row: Int32, weight: Float32) -> tuple[Int32, Float32]:
-        """In a sum a row that dispatch had no room for is row 0 with weight NaN."""
-        if cutlass.const_expr(self.partial):
-            if row >= ctx.rows.capacity:
-                row, weight = Int32(0), Float32(float("nan"))
-        return row, weight
 
     def _is_lamport(self, source: Int32) -> Boolean:
         return is_lamport(self.schedule.tokens(source))

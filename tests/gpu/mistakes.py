@@ -133,12 +133,12 @@ MUTANTS = {
         "combines",
         (
             Edit(
-                "kernels/combine/send.py",
+                "kernels/combine/entries.py",
                 "shared_array(staged, Uint32)[stage, None]",
                 "shared_array(staged, Uint32)[0, None]",
             ),
             Edit(
-                "kernels/combine/send.py",
+                "kernels/combine/entries.py",
                 "            place = stage, token * ctx.top_k + ctx.lane\n",
                 "            place = 0, token * ctx.top_k + ctx.lane\n",
             ),
