@@ -118,5 +118,8 @@ def make_inputs(cfg: EPConfig, tokens_per_rank: Sequence[int], routing: str, see
     def make(rank: int) -> RankInputs:
         return make_rank_inputs(cfg, rank, tokens_per_rank[rank], routing, seed)
 
+    # In a forked process torch makes its threads anew where their number is set, for each thread at its first operation
+    # and without a lock (torch 2.13): before others do, this one does.
+    torch.set_num_threads(torch.get_num_threads())
     with ThreadPoolExecutor(cfg.world_size) as pool:  # torch draws with one thread a generator
         return list(pool.map(make, range(cfg.world_size)))
