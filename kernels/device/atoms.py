@@ -39,12 +39,16 @@ def move(
 
     Args:
         atom: one of this file.
-        source, target: as many turns each; one of them may be a `Share`.
+        source, target: one of them may be a `Share`, whose turns are moved.
         outside: the word that registers get where the row has ended; None: they stay as they are. `fetch` writes 0.
         turns: those to move; by default all.
+
+    Raises:
+        ValueError: the row has more turns than what it is moved from or to.
     """
-    row = source if isinstance(source, Share) else target
-    for turn in range(_turns(row)) if turns is None else turns:
+    row, other = (source, target) if isinstance(source, Share) else (target, source)
+    count = _turns_within(row, other)
+    for turn in range(count) if turns is None else turns:
         vectors = _vector(source, turn), _vector(target, turn)
         inside = row.has(turn) if isinstance(row, Share) else True
         if atom is fetch:
@@ -63,6 +67,14 @@ def _move_inside(
         target.fill(outside)
     if inside:
         atom(source, target)
+
+
+def _turns_within(row: Vectors, other: Vectors) -> int:
+    """Turns of a row, for which there is room in `other`: the DSL compiles an index beyond a tensor's registers."""
+    count, room = _turns(row), _turns(other)
+    if count > room:
+        raise ValueError(f"turns of the row = {count}: must be at most {room}, for which there is room")
+    return count
 
 
 def _turns(vectors: Vectors) -> int:
@@ -115,9 +127,10 @@ def _fetch(gWords: cute.Tensor, sWords: cute.Tensor, inside: Boolean | bool) -> 
 
 @cute.jit
 def poll(source: Share, rX: cute.Tensor) -> Boolean:
-    """Load a thread's share of a row, (word, turn), as far as the row goes; whether one of its words is SENTINEL."""
+    """Load a thread's share of a row, (word, turn), as far as the row goes; whether one of its words is SENTINEL.
+    ValueError as `move`."""
     missing = Boolean(False)
-    for turn in cutlass.range_constexpr(source.turns):
+    for turn in cutlass.range_constexpr(_turns_within(source, rX)):
         if source.has(turn):
             _poll(source[turn], rX[None, turn])
             missing = missing | has_sentinel(rX[None, turn])

@@ -10,8 +10,8 @@ pytest.importorskip("cutlass")
 
 from cutlass import Int32, Int64, Uint32, cute
 
-from cute_ep.kernels.device.atoms import fill, move, plain
-from cute_ep.kernels.device.memory import row_at, share, words_at
+from cute_ep.kernels.device.atoms import fill, move, plain, poll
+from cute_ep.kernels.device.memory import Share, row_at, share, words_at
 from cute_ep.layouts.maps.arena import SENTINEL
 
 POISON = 0x5A5A5A5A
@@ -67,6 +67,34 @@ def test_a_load_takes_what_the_row_has(function, outside: int, vectors: int, fir
         np.testing.assert_array_equal(target[turn * LANES], want)
     others = [vector for vector in range(VECTORS) if vector % LANES or vector >= TURNS * LANES]
     assert (target[others] == POISON).all()
+
+
+def _move(gRow: Share, rX: cute.Tensor) -> None:
+    move(plain, gRow, rX)
+
+
+def _move_turn(gRow: Share, rX: cute.Tensor) -> None:
+    move(plain, gRow, rX, turns=[0])
+
+
+def _move_back(gRow: Share, rX: cute.Tensor) -> None:
+    move(plain, [rX[None, 0], rX[None, 1]], gRow)
+
+
+def _poll(gRow: Share, rX: cute.Tensor) -> None:
+    poll(gRow, rX)
+
+
+@pytest.mark.parametrize("one", [_move, _move_turn, _move_back, _poll])
+def test_a_share_has_no_more_turns_than_registers(one) -> None:
+    """The DSL would compile it."""
+
+    @cute.jit
+    def compiled(address: Int64):
+        one(share(row_at(address, VECTORS), Int32(0), 3, LANES), cute.make_rmem_tensor((4, 2), Uint32))
+
+    with pytest.raises(Exception, match="turns of the row = 3: must be at most 2"):
+        compiled(Int64(0))
 
 
 @CASES
