@@ -37,6 +37,10 @@ STAGES = 2
 """Spans whose entries are in shared memory: of the one that is carried, and of the next."""
 
 
+STEP_TURNS = 2
+"""Times that a warp takes `segments` segments in a step: to find a step costs half as much as one of these."""
+
+
 class Fact(IntEnum):
     """What the steps of a span share: its tokens, steps of a token and their `magic`, bytes from token to token, first
     segment, and the first vector that is beyond."""
@@ -65,7 +69,7 @@ class Step:
     Attributes:
         rFacts: (Fact) of the span.
         sHome: address of slot 0 of the span's first token.
-        segments: of a step.
+        segments: of each turn of a step.
     """
 
     rFacts: cute.Tensor
@@ -87,7 +91,7 @@ class Step:
     @property
     def segment(self) -> Int32:
         """Its first segment."""
-        return _fact(self.rFacts, Fact.FIRST) + self.index * self.segments
+        return _fact(self.rFacts, Fact.FIRST) + self.index * (self.segments * STEP_TURNS)
 
     @property
     def end(self) -> Int32:
@@ -127,7 +131,8 @@ class EntryStages:
         sEpoch = shared_array(self.epoch, Int64)
         if ctx.tid == 0:
             region = region_of(lamport, ctx.arena.lamport_returns, ctx.arena.returns)
-            steps = cutlass.max(quotient(span.last - span.first + (self.segments - 1), self.segments), Int32(1))
+            length = self.segments * STEP_TURNS
+            steps = cutlass.max(quotient(span.last - span.first + (length - 1), length), Int32(1))
             facts = {
                 Fact.TOKENS: span.tokens,
                 Fact.STEPS: steps,

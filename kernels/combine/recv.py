@@ -9,7 +9,7 @@ the type of the output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import cutlass
@@ -22,7 +22,7 @@ from cute_ep.kernels.device.atoms import clear, move, plain, poll
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT
 from cute_ep.kernels.device.context import CombineContext, given_id, owns_shared
 from cute_ep.kernels.device.lamport import is_lamport, region_of, wait_lamport
-from cute_ep.kernels.device.memory import WORDS, Share, row_address, row_at, share, vectors_at
+from cute_ep.kernels.device.memory import WORDS, Share, part_at, row_address, row_at, share, vectors_at
 from cute_ep.kernels.device.output_type import store_sum
 from cute_ep.kernels.device.slices import (
     SEGMENT,
@@ -40,6 +40,7 @@ from cute_ep.kernels.device.slices import (
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
 from cute_ep.kernels.hooks import Epilogue, EpilogueContext, WeightReader
 from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, chunk_of
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import MASKED_ENTRY, OutputType, Phase
 
@@ -193,23 +194,29 @@ class CombineRecv:
         for segment in cutlass.range(row_slice.first, row_slice.last, self.segments, unroll=1):
             column = segment * SEGMENT + opaque(ctx.lane)
             end = cutlass.min(row_vectors(ctx), row_slice.last * SEGMENT)
-            share_of = partial(self._share, ctx, self._home(ctx, row_slice), column, end, self.segments)
+            share_of = self._shares(ctx, row_slice, column, end - column, self.segments)
             rSum.fill(0.0)
             take_each(filled, slots, partial(self._load_segments, rX, share_of), partial(self._add_segments, rSum, rX))
             for part in cutlass.range_constexpr(self.segments):
                 if column + part * SEGMENT < end:
                     self._finish(ctx, row_slice.token, column + part * SEGMENT, rSum[None, part])
 
-    def _share(self, ctx: CombineContext, home: Int64, column: Int32, end: Int32, turns: int, slot: Int32) -> Share:
-        """What the lane takes of a slot's first `end` vectors in so many turns, from a column on; `home`: address of
-        slot 0."""
-        slot_at = row_address(home, slot, ctx.arena.returns.stride[2])
-        return share(row_at(slot_at, end), column, turns)
+    def _shares(
+        self, ctx: CombineContext, row_slice: RowSlice, column: Int32, left: Int32, turns: int
+    ) -> Callable[[Int32], Share]:
+        """By slot: what the lane takes of it in so many turns, from a column on, where the row has `left` vectors."""
+        home = part_at(self._home(ctx, row_slice), column * VECTOR_BYTES)
+
+        def share_of(slot: Int32) -> Share:
+            slot_at = row_address(home, slot, ctx.arena.returns.stride[2])
+            return share(row_at(opaque(slot_at), left), 0, turns)
+
+        return share_of
 
     def _load_segments(
         self, rX: cute.Tensor, share_of: Callable[[Int32], Share], slot: Int32, turn: cutlass.Constexpr
     ) -> None:
-        move(plain, share_of(slot), rX[None, None, turn], outside=0)
+        move(plain, share_of(slot), rX[None, None, turn])
 
     @cute.jit
     def _add_segments(self, rSum: cute.Tensor, rX: cute.Tensor, slot: Int32, turn: cutlass.Constexpr) -> None:
@@ -236,8 +243,9 @@ class CombineRecv:
     ) -> Boolean:
         """Wait for one vector of the filled slots and call use(rX, slot) for each, in ascending order; clear Lamport
         words. False after a timeout."""
-        share_of = partial(self._share, ctx, self._home(ctx, row_slice), column, row_vectors(ctx), 1)
+        share_of = self._shares(ctx, row_slice, column, row_vectors(ctx) - column, 1)
         rX = cute.make_rmem_tensor((WORDS, 1, SLOTS_IN_FLIGHT), Uint32)
+        lamport = Boolean(is_lamport(ctx.sums.tokens))
         alive = Boolean(True)
         left = slots.filled
         while alive and left != Uint32(0):
@@ -246,9 +254,8 @@ class CombineRecv:
                 if alive & (left != Uint32(0)):
                     slot = lowest(left)
                     left = without_lowest(left)
+                    clear(replace(share_of(slot), there=lamport))
                     use(rX[None, 0, turn], slot)
-                    if is_lamport(ctx.sums.tokens):
-                        clear(share_of(slot))
         return alive
 
     @cute.jit
@@ -256,10 +263,11 @@ class CombineRecv:
         """One vector of the lowest slots of `left` into rX; share_of(slot): where it is."""
         missing = Uint32(0)
         for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
-            if left != Uint32(0):
-                slot = lowest(left)
-                left = without_lowest(left)
-                missing = missing | (Uint32(poll(share_of(slot), rX[None, None, turn])) << Uint32(slot))
+            others = without_lowest(left)
+            source = replace(share_of(lowest(left)), there=left != Uint32(0))
+            if poll(source, rX[None, None, turn]):
+                missing = missing | (left ^ others)
+            left = others
         return missing & ~flagged
 
     @cute.jit

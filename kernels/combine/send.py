@@ -19,17 +19,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
-from cute_ep.kernels.combine.entries import Entries, EntryStages
+from cute_ep.kernels.combine.entries import STEP_TURNS, Entries, EntryStages
 from cute_ep.kernels.combine.schedule import CombineSchedule, row_vectors, span_of
 from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, opaque, round_vector
 from cute_ep.kernels.device.atoms import has_sentinel, move, send, streamed
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.device.context import CombineContext
 from cute_ep.kernels.device.lamport import is_lamport
-from cute_ep.kernels.device.memory import WORDS, row_address, row_at, share
+from cute_ep.kernels.device.memory import WORDS, part_at, row_address, row_at, share
 from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, slice_of, without_lowest
 from cute_ep.kernels.device.sync import signal
 from cute_ep.layouts.maps.arena import CHUNK, COMBINE_ITEMSIZE, chunk_of
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import NO_ROW
 
@@ -137,7 +138,9 @@ class CombineSend:
             if carries:
                 entries = self.entries.staged(ctx, step.token, stage)
                 if entries.wanted != Uint32(0):
-                    self._push_segments(ctx, step.home, step.segment, step.end, entries, self.segments)
+                    for turn in cutlass.range(STEP_TURNS, unroll=1):
+                        segment = step.segment + turn * self.segments
+                        self._push_segments(ctx, step.home, segment, step.end, entries, self.segments)
             number += ctx.warps
 
     @cute.jit
@@ -199,23 +202,31 @@ class CombineSend:
         sum to the own rank's: its words are never SENTINEL, since a NaN is rounded to 0x7FFF. LOADS_IN_FLIGHT loads go
         before the first use. Returns whether this lane stored a SENTINEL word."""
         column = segment * SEGMENT + opaque(ctx.lane)
+        left = end - column
+        data = opaque(part_at(ctx.rows.data, column * VECTOR_BYTES))
+        if cutlass.const_expr(not self.partial):
+            home = opaque(part_at(home, column * VECTOR_BYTES))
         rows = LOADS_IN_FLIGHT // self.segments
         rX = cute.make_rmem_tensor((WORDS, segments, rows), Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, segments), Float32)
+        rWeight = cute.make_rmem_tensor(rows, Float32)
         rSum.fill(0.0)
         collided = Boolean(False)
-        left = entries.wanted
-        while left != Uint32(0):
-            again = left
+        wanted = entries.wanted
+        while wanted != Uint32(0):
+            again = wanted
             for turn in cutlass.range_constexpr(rows):
-                if left != Uint32(0):
-                    found = from_lane(entries.row, lowest(left))
-                    left = without_lowest(left)
-                    address = row_address(ctx.rows.data, found, Int32(ctx.group.hidden * COMBINE_ITEMSIZE))
-                    there, lost = end, None
-                    if cutlass.const_expr(not self.partial):
-                        there, lost = cutlass.select_(found < ctx.rows.capacity, end, Int32(0)), LOST
-                    tRow = share(row_at(address, there), column, segments)
+                if wanted != Uint32(0):
+                    k = lowest(wanted)
+                    wanted = without_lowest(wanted)
+                    found = from_lane(entries.row, k)
+                    address = opaque(row_address(data, found, Int32(ctx.group.hidden * COMBINE_ITEMSIZE)))
+                    there, lost = left, None
+                    if cutlass.const_expr(self.partial):
+                        rWeight[turn] = from_lane(entries.weight, k)
+                    else:
+                        there, lost = cutlass.select_(found < ctx.rows.capacity, left, Int32(0)), LOST
+                    tRow = share(row_at(address, there), 0, segments)
                     move(streamed(entries.once), tRow, rX[None, None, turn], outside=lost)
             for turn in cutlass.range_constexpr(rows):
                 if again != Uint32(0):
@@ -223,23 +234,22 @@ class CombineSend:
                     again = without_lowest(again)
                     if cutlass.const_expr(self.partial):
                         for part in cutlass.range_constexpr(segments):
-                            accumulate(rSum[None, part], rX[None, part, turn], from_lane(entries.weight, k))
+                            accumulate(rSum[None, part], rX[None, part, turn], rWeight[turn])
                     else:
-                        collided = collided | self._store(ctx, home, k, column, end, rX[None, None, turn])
+                        collided = collided | self._store(ctx, home, k, left, rX[None, None, turn])
         if cutlass.const_expr(self.partial):
             for part in cutlass.range_constexpr(segments):
                 round_vector(rSum[None, part], rX[None, part, 0], BFloat16)
-            self._store(ctx, home, ctx.rank, column, end, rX[None, None, 0])
+            column = segment * SEGMENT + opaque(ctx.lane)  # again, not kept: registers are short above
+            self._store(ctx, part_at(home, column * VECTOR_BYTES), ctx.rank, left, rX[None, None, 0])
         return collided
 
     @cute.jit
-    def _store(
-        self, ctx: CombineContext, home: Int64, slot: Int32, column: Int32, end: Int32, rX: cute.Tensor
-    ) -> Boolean:
-        """What the lane has of a row, from a column on, to a slot, but nothing from `end` on; returns whether a word is
-        SENTINEL."""
-        slot_at = row_address(home, slot, ctx.arena.returns.stride[2])
-        move(send, rX, share(row_at(slot_at, end), column, cute.size(rX, mode=[1])))
+    def _store(self, ctx: CombineContext, slots: Int64, slot: Int32, left: Int32, rX: cute.Tensor) -> Boolean:
+        """What the lane has of a row to a slot, whose row has `left` vectors from there on; `slots`: that place in slot
+        0. Returns whether a word is SENTINEL."""
+        address = opaque(row_address(slots, slot, ctx.arena.returns.stride[2]))
+        move(send, rX, share(row_at(address, left), 0, cute.size(rX, mode=[1])))
         collided = Boolean(False)
         if cutlass.const_expr(not self.partial):  # beyond the row there is LOST, which is not SENTINEL
             for part in cutlass.range_constexpr(cute.size(rX, mode=[1])):

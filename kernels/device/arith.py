@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 VECTOR_ELEMENTS = 8
 """bfloat16 elements in one 16-byte vector."""
@@ -16,10 +16,12 @@ LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
 """The largest finite bfloat16, 0x7F7F."""
 
 
-def opaque(value: Int32 | int) -> Int32:
-    """The same 32-bit integer, opaque to the compiler: what follows from it is computed where it stands, instead of
-    being kept in registers from where it was computed before."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[Int32(value)])
+def opaque(value: Int32 | Int64 | int) -> Int32 | Int64:
+    """The same 32-bit or 64-bit integer, opaque to the compiler: what follows from it is computed where it stands,
+    instead of being kept in registers from where it was computed before, and it is computed once."""
+    dtype = Int64 if isinstance(value, Int64) else Int32
+    ptx = f"mov.b{dtype.width} {{$w0}}, {{$r0}};"
+    return cute.arch.inline_ptx(ptx, write_only_types=[dtype], read_only_args=[dtype(value)])
 
 
 def halves(word: Uint32) -> tuple[Float32, Float32]:

@@ -131,9 +131,10 @@ def poll(source: Share, rX: cute.Tensor) -> Boolean:
     ValueError as `move`."""
     missing = Boolean(False)
     for turn in cutlass.range_constexpr(_turns_within(source, rX)):
-        if source.has(turn):
+        inside = Boolean(source.has(turn))
+        if inside:
             _poll(source[turn], rX[None, turn])
-            missing = missing | has_sentinel(rX[None, turn])
+        missing = missing | (inside & has_sentinel(rX[None, turn]))
     return missing
 
 
