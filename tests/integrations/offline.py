@@ -7,7 +7,8 @@ and on that machine, in a checkout with kernels in build/library:
 
     mkdir DIR && tar xf OUT.tar.xz -C DIR && PYTHONPATH=DIR:. python -m pytest tests/gpu/test_processes.py
 
-or, with an absolute DIR, PYTHONPATH=DIR make test-gpu, whose last lines name the versions that it found.
+or, after python -m compileall -q -j 0 DIR/vllm, PYTHONPATH=DIR:. python -m tests.gpu.servers vllm; or, with an absolute
+DIR, PYTHONPATH=DIR make test-gpu, whose last lines name the versions that it found.
 
 An archive has the files that tests import, without sources of kernels that they never compile, and no package that
 comes with PyTorch and transformers. vLLM wants an older transformers than the others, so it has an archive of its own.
@@ -65,8 +66,8 @@ SETS = {
     ),
     "vllm": Frameworks(
         "vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal annotated-doc annotated-types anthropic anyio "
-        "apache-tvm-ffi==0.1.11 astor attrs blake3 cachetools cbor2 certifi cloudpickle "
-        "compressed-tensors==0.17.0 depyf==0.20.0 dill distro docstring_parser einops fastapi frozenlist h11 "
+        "apache-tvm-ffi==0.1.11 astor attrs blake3 cachetools cbor2 certifi click cloudpickle "
+        "compressed-tensors==0.17.0 depyf==0.20.0 dill distro docstring_parser einops fastapi<0.137 frozenlist h11 "
         "httpcore2 httpx2 idna ijson interegular jiter jmespath jsonschema jsonschema-specifications lark==1.2.2 "
         "llguidance<1.8 lm-format-enforcer==0.11.3 loguru mcp<3 mistral_common "
         "model-hosting-container-standards<1 msgspec multidict openai opentelemetry-api opentelemetry-sdk "
@@ -74,7 +75,7 @@ SETS = {
         "prometheus-fastapi-instrumentator propcache protobuf psutil py-cpuinfo pybase64 pycountry "
         "pydantic==2.14.4 pydantic_core==2.50.5 pydantic-extra-types pydantic-settings python-json-logger "
         "python-multipart pyzmq referencing requests rpds-py setproctitle six sniffio sse-starlette starlette "
-        "truststore typing_inspection uvloop watchfiles xgrammar==0.2.8 yarl",
+        "truststore typing_inspection uvicorn uvloop watchfiles xgrammar==0.2.8 yarl",
         (*SOURCES, "vllm/vllm_flash_attn/*.so", "vllm/vllm-rs", "vllm/third_party/*.so", "vllm/_[dfq]*.so", "*.js")
         + ("mistral_common/data/*", "pycountry/locales/*"),
         ("vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so"),

@@ -1,5 +1,5 @@
 """Load for a server of language models, over HTTP: many concurrent requests of mixed lengths, some streamed, some
-aborted in the middle; and a comparison of two servers' greedy answers. It needs nothing but Python.
+aborted in the middle. It needs nothing but Python.
 
 Prompts and answers are token ids. What requests and answers look like is an `Api`'s business.
 """
@@ -127,7 +127,8 @@ def draw_requests(
     Args:
         vocabulary: ids are below it.
         streamed: share of requests that are streamed to the end.
-        aborted: share of requests that are streamed and aborted before half of the answer. They ask for most_tokens.
+        aborted: share of requests that are streamed and aborted within most_tokens / 4 pieces. They ask for 4 *
+            most_tokens, so that they are aborted in the middle also where pieces have several tokens.
         lowest_id: ids are from it on; those below may have a meaning.
     """
     chance = random.Random(seed)
@@ -140,7 +141,7 @@ def draw_requests(
         prompt = tuple(chance.randrange(lowest_id, vocabulary) for _ in range(length(1, longest_prompt)))
         kind = (number + 0.5) / count
         if kind < aborted:
-            requests.append(Request(prompt, most_tokens, True, chance.randint(1, max(1, most_tokens // 2))))
+            requests.append(Request(prompt, 4 * most_tokens, True, chance.randint(1, max(1, most_tokens // 4))))
         else:
             requests.append(Request(prompt, length(2, most_tokens), kind < aborted + streamed))
     chance.shuffle(requests)
@@ -213,8 +214,8 @@ async def _answer(api: Api, port: int, request: Request, start: float, timeout: 
     return Answer(said, aborted, times[min(1, len(times) - 1)], times[-1], error)
 
 
-def play(api: Api, ports: Sequence[int], requests: Sequence[Request], *, timeout: float = 120) -> Round:
-    """Send all requests at once, to ports in turn, and read the answers.
+def play(api: Api, port: int, requests: Sequence[Request], *, timeout: float = 120) -> Round:
+    """Send all requests to a server at once, and read the answers.
 
     Args:
         timeout: seconds for each request; one that takes longer gets an error.
@@ -222,88 +223,8 @@ def play(api: Api, ports: Sequence[int], requests: Sequence[Request], *, timeout
 
     async def all_of_them() -> Round:
         start = time.monotonic()
-        calls = [_answer(api, ports[number % len(ports)], one, start, timeout) for number, one in enumerate(requests)]
+        calls = [_answer(api, port, one, start, timeout) for one in requests]
         answers = await asyncio.gather(*calls)
         return Round(answers, time.monotonic() - start)
 
     return asyncio.run(all_of_them())
-
-
-def play_twice(
-    api: Api, ports: Sequence[int], requests: Sequence[Request], *, idle: float = 60, timeout: float = 120
-) -> tuple[Round, Round]:
-    """A round, `idle` seconds without a request, and the same requests again."""
-    first = play(api, ports, requests, timeout=timeout)
-    time.sleep(idle)
-    return first, play(api, ports, requests, timeout=timeout)
-
-
-class Difference(NamedTuple):
-    """The first place where two greedy answers differ.
-
-    Attributes:
-        request: its number.
-        place: of the token in the answer.
-        margin: how much likelier (in log probability) each server takes its own token to be than the other's; the
-            smaller of both. infinity if a server does not list the other's token.
-        off: how far the servers' log probabilities of these two tokens are apart, at most; infinity likewise.
-    """
-
-    request: int
-    place: int
-    margin: float
-    off: float
-
-
-class Comparison(NamedTuple):
-    """Two rounds of the same requests, compared up to the first different token of each answer.
-
-    Attributes:
-        equal: answers without a difference, aborted ones up to the shorter length.
-        tokens: compared, differing ones included.
-        differences: of the other answers.
-        offs: how far log probabilities of equal tokens are apart, ascending.
-    """
-
-    equal: int
-    tokens: int
-    differences: list[Difference]
-    offs: list[float]
-
-    def table(self) -> dict[str, float]:
-        """In numbers: how many are equal, and how far log probabilities are apart."""
-        offs = self.offs or [0.0]
-        at = {f"off_{word}": offs[int(share * (len(offs) - 1))] for word, share in (("p50", 0.5), ("p99", 0.99))}
-        return {
-            "equal": self.equal,
-            "different": len(self.differences),
-            "tokens": self.tokens,
-            **{name: round(value, 5) for name, value in at.items()},
-            "off_most": round(offs[-1], 5),
-            "first_off_most": round(max((one.off for one in self.differences), default=0.0), 5),
-            "first_margin_most": round(max((one.margin for one in self.differences), default=0.0), 5),
-        }
-
-
-def compare(ours: Round, theirs: Round) -> Comparison:
-    """Answers of two servers, or of one server twice, to the same requests."""
-    result = Comparison(0, 0, [], [])
-    equal = tokens = 0
-    for number, (one, other) in enumerate(zip(ours.answers, theirs.answers, strict=True)):
-        a, b = one.said, other.said
-        length = min(len(a.tokens), len(b.tokens))
-        place = next((at for at in range(length) if a.tokens[at] != b.tokens[at]), length)
-        result.offs.extend(abs(x - y) for x, y in zip(a.logprobs[:place], b.logprobs[:place], strict=True))
-        tokens += min(place + 1, length)
-        if place == length:
-            equal += 1
-            continue
-        mine, its = a.tokens[place], b.tokens[place]
-        left, right = a.top[place], b.top[place]
-        margin = off = float("inf")
-        if its in left and mine in right:
-            margin = min(a.logprobs[place] - left[its], b.logprobs[place] - right[mine])
-            off = max(abs(a.logprobs[place] - right[mine]), abs(b.logprobs[place] - left[its]))
-        result.differences.append(Difference(number, place, margin, off))
-    result.offs.sort()
-    return result._replace(equal=equal, tokens=tokens)

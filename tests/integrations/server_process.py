@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,9 +15,11 @@ from pathlib import Path
 
 from tests.integrations.server_load import HOST
 
+TROUBLE = re.compile(r"Traceback|^\w*Error: |\bERROR ")
+
 
 class ServerError(RuntimeError):
-    """A server that has ended or does not answer in time; with the end of its log."""
+    """A server has ended or does not answer in time; with the end of its log."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -31,10 +34,13 @@ def free_ports(count: int) -> list[int]:
             one.close()
 
 
-def tail(log: Path, lines: int = 40) -> str:
-    """The last lines of a log, the long ones cut."""
-    said = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return "\n".join(line[:300] for line in said[-lines:])
+def tail(log: Path, lines: int = 25) -> str:
+    """The last lines of a log, the long ones cut; before them as many from the first that names an error, if that is
+    further up."""
+    said = [line[:300] for line in log.read_text(errors="replace").splitlines()] if log.exists() else []
+    end = max(0, len(said) - lines)
+    first = next((at for at, line in enumerate(said[:end]) if TROUBLE.search(line)), end)
+    return "\n".join([*said[first : min(first + lines, end)], *said[end:]])
 
 
 def healthy(port: int, path: str) -> bool:
@@ -46,23 +52,63 @@ def healthy(port: int, path: str) -> bool:
         return False
 
 
+class Server:
+    """A server's process, from when it is made until `end`."""
+
+    def __init__(self, words: Sequence[str], port: int, log: Path, environment: Mapping[str, str], health: str) -> None:
+        self.port, self._health, self._log = port, health, log
+        self._start = time.monotonic()
+        with log.open("w") as out:
+            self._process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | environment,
+                start_new_session=True,
+            )
+
+    def check(self) -> None:
+        """ServerError if it has ended."""
+        if self._process.poll() is not None:
+            raise ServerError(f"the server ended with {self._process.returncode}:\n{tail(self._log)}")
+
+    def healthy_after(self) -> float | None:
+        """Seconds since its start, if it is healthy. ServerError: it has ended."""
+        self.check()
+        return time.monotonic() - self._start if healthy(self.port, self._health) else None
+
+    def late(self, timeout: float) -> ServerError:
+        """What to raise where it is not healthy in time."""
+        return ServerError(f"the server was not healthy after {timeout:.0f} s:\n{tail(self._log)}")
+
+    def end(self, grace: float = 10) -> None:
+        """End its process group: SIGTERM, and SIGKILL for what is left once its leader has ended, or after `grace`
+        seconds."""
+        for how, most in ((signal.SIGTERM, grace), (signal.SIGKILL, None)):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, how)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(most)
+
+
 @contextmanager
 def serving(
     words: Sequence[str],
-    ports: Sequence[int],
+    port: int,
     log: Path,
     *,
     environment: Mapping[str, str] | None = None,
     health: str = "/health",
     timeout: float = 180,
 ) -> Iterator[float]:
-    """A server while the block runs, from when all its ports are healthy. Then its process group is ended, by force if
-    ten seconds do not do.
+    """A server while the block runs, from when it is healthy.
 
     Args:
         words: the command.
         log: file for what it prints.
         environment: more of it.
+        health: path that a GET answers with 200 once the server is healthy.
         timeout: seconds until it must be healthy.
 
     Yields:
@@ -71,36 +117,13 @@ def serving(
     Raises:
         ServerError: it ended before, or was not healthy in time.
     """
-    start = time.monotonic()
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=os.environ | (environment or {}),
-            start_new_session=True,
-        )
+    server = Server(words, port, log, environment or {}, health)
+    end = time.monotonic() + timeout
     try:
-        waiting = list(ports)
-        while waiting:
-            if process.poll() is not None:
-                raise ServerError(f"the server ended with {process.returncode}:\n{tail(log)}")
-            if time.monotonic() - start > timeout:
-                raise ServerError(f"the server was not healthy after {timeout:.0f} s:\n{tail(log)}")
-            waiting = [port for port in waiting if not healthy(port, health)]
+        while (seconds := server.healthy_after()) is None:
+            if time.monotonic() > end:
+                raise server.late(timeout)
             time.sleep(0.2)
-        yield time.monotonic() - start
+        yield seconds
     finally:
-        end(process)
-
-
-def end(process: subprocess.Popen, grace: float = 10) -> None:
-    """End the group that a process leads: SIGTERM, and SIGKILL for what is left after `grace` seconds."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(grace)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        server.end()
