@@ -20,7 +20,7 @@ from tests.integrations.server_process import ServerError
 from tests.integrations.server_runs import print_summary, say
 
 LIBRARY = Path(__file__).parents[2] / "build" / "library"
-FRAMEWORKS = {"vllm": "tests.integrations.vllm_server"}
+FRAMEWORKS = {"sglang": "tests.integrations.sglang_server", "vllm": "tests.integrations.vllm_server"}
 
 
 def main() -> int:

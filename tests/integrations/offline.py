@@ -1,7 +1,7 @@
 """Packs what tests on a machine with a GPU and PyTorch but no network shall run with: frameworks, or the newest
 cuda-python.
 
-    python -m tests.integrations.offline cuda|frameworks|vllm OUT.tar.xz [--python 3.12]
+    python -m tests.integrations.offline cuda|frameworks|sglang|vllm OUT.tar.xz [--python 3.12]
 
 and on that machine, in a checkout with kernels in build/library:
 
@@ -12,6 +12,8 @@ DIR, PYTHONPATH=DIR make test-gpu, whose last lines name the versions that it fo
 
 An archive has the files that tests import, without sources of kernels that they never compile, and no package that
 comes with PyTorch and transformers. vLLM wants an older transformers than the others, so it has an archive of its own.
+SGLang's dispatcher needs only `frameworks`, its server `sglang`: with sources that it compiles at run time, and with
+older kernels than it asks for, the last that work with torch 2.11.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ARCHITECTURE = 90
-"""Of the cubins that stay in vLLM's libraries."""
+"""Of the cubins that stay in libraries."""
 SYSTEMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)]
 SYSTEMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
 SOURCES = ("*.cu", "*.cuh", "*.h", "*.hpp", "*/__pycache__/*")
@@ -63,6 +65,21 @@ SETS = {
         "xgrammar==0.2.7",
         (*SOURCES, "flashinfer/data/*", "sglang/multimodal_gen/*", "sglang/srt/rust_extensions/*.so"),
         empty=("sglang/kernels/jit/csrc/__init__.py", "sglang/kernels/jit/include/__init__.py"),
+    ),
+    "sglang": Frameworks(
+        "sglang==0.5.23 sglang-kernel==0.4.6 sgl-deep-gemm==0.1.5.post1 aiohttp aiohappyeyeballs aiosignal "
+        "annotated-doc annotated-types anyio apache-tvm-ffi==0.1.11 asttokens attrs cffi click cloudpickle "
+        "compressed-tensors==0.18.0 decorator dill distro docstring_parser einops executing fastapi frozenlist gguf "
+        "h11 httpcore httpx idna importlib_metadata interegular IPython ipython-pygments-lexers jiter jsonschema "
+        "jsonschema-specifications loguru matplotlib-inline msgspec multidict nvidia-ml-py openai==2.8.0 "
+        "opentelemetry-api opentelemetry-sdk opentelemetry-semantic-conventions orjson parso partial_json_parser "
+        "pexpect prometheus-client prompt_toolkit propcache psutil ptyprocess pure_eval pybase64 pycparser "
+        "pydantic==2.14.4 pydantic_core==2.50.5 pygments python-dateutil python-multipart pyzmq referencing requests "
+        "rpds-py setproctitle six sniffio soundfile==0.13.1 stack_data starlette traitlets typing_inspection uvicorn "
+        "uvloop watchfiles wcwidth xgrammar==0.2.7 yarl zipp",
+        ("*/__pycache__/*", "sglang/multimodal_gen/*", "sglang/srt/rust_extensions/*.so", "sgl_kernel/flash*.so")
+        + ("sgl_kernel/infllm*.so", "sgl_kernel/sm100/*"),
+        ("sgl_kernel/sm90/common_ops.abi3.so",),
     ),
     "vllm": Frameworks(
         "vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal annotated-doc annotated-types anthropic anyio "

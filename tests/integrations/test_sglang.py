@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import threading
 import tomllib
 import weakref
@@ -165,8 +166,14 @@ def test_layers_of_equal_sizes_share_a_communicator(sglang: dict[str, Any], monk
     ids=["nothing", "another", "it", "both"],
 )
 def test_the_plugin_replaces_the_class_when_it_is_named(
-    sglang: dict[str, Any], monkeypatch: pytest.MonkeyPatch, named: str, replaces: bool
+    sglang: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    named: str,
+    replaces: bool,
 ) -> None:
+    """And says so where only warnings are shown, as before SGLang has set up its logs."""
+    caplog.set_level(logging.WARNING)
     monkeypatch.setattr(sglang["sglang.srt.environ"].envs, "SGLANG_PLUGINS", setting(named), raising=False)
     hooks, made = sglang["sglang.srt.plugins.hook_registry"], []
     monkeypatch.setattr(hooks.HookRegistry, "register", lambda *given: made.append(given))
@@ -174,6 +181,7 @@ def test_the_plugin_replaces_the_class_when_it_is_named(
     (point,) = (EntryPoint(name, value, "sglang.srt.plugins") for name, value in points.items())
     assert point.name == "cute_ep"
     point.load()()
+    assert [one.getMessage().split()[1] for one in caplog.records] == ["replaces"] * replaces
     if not replaces:
         assert not made
         return

@@ -23,4 +23,5 @@ def plugin() -> None:
     from cute_ep.integrations.sglang.dispatcher import CuteEPDispatcher
 
     HookRegistry.register(REPLACED, CuteEPDispatcher, HookType.REPLACE)
-    LOG.info("%s replaces %s", CuteEPDispatcher.__name__, REPLACED)
+    # a warning, since SGLang sets its logs up later, and until then no others are shown
+    LOG.warning("%s replaces %s", CuteEPDispatcher.__name__, REPLACED)
