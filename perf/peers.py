@@ -239,7 +239,9 @@ def run_peers(
 
 
 def gpu_count() -> int:
-    """GPUs that nvidia-smi lists, 0 without it."""
+    """GPUs that processes see: those that CUDA_VISIBLE_DEVICES names, else those that nvidia-smi lists, 0 without it."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([name for name in named.split(",") if name.strip()])
     try:
         done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -94,8 +94,13 @@ class Sent:
     def tokens(self) -> int:
         return len(self.topk_ids)
 
+    @property
+    def gives_weights(self) -> bool:
+        """Whether messages come with router weights: a source without tokens has none to give."""
+        return self.weights is not None and self.tokens > 0
+
     def header(self, number: int) -> list[int]:
-        return [self.tokens, self.log2 << 1 | (self.weights is not None), number, self.returned_log2]
+        return [self.tokens, self.log2 << 1 | self.gives_weights, number, self.returned_log2]
 
     def goes_to(self, cfg: EPConfig, source: int, rank: int) -> torch.Tensor:
         """[T] bool, of the tokens of rank `source`; those of the shared expert go to their own rank."""

@@ -63,7 +63,7 @@ def names(error: EPTimeout) -> set[str]:
 @pytest.mark.parametrize(
     ("tokens", "step", "phase", "words", "flag"),
     [
-        (16, "nothing", "ROUTE_TABLE", "not sent dispatch round 1", "table"),
+        (16, "nothing", "ROUTE_TABLE", "sent nothing of dispatch round 1", "table"),
         (
             16,
             "counts",
@@ -102,7 +102,7 @@ def test_a_rank_stops_in_a_dispatch(tokens: int, step: str, phase: str, words: s
             16,
             True,
             {"RETURN_WORDS"},
-            r"not returned all words of slice \d+ of this rank's token \d+ in combine round 1",
+            r"all rows in combine round 1: words of slice \d+ of this rank's token \d+ are missing",
         ),
         (
             MANY,
