@@ -239,7 +239,7 @@ def run_peers(
 
 
 def gpu_count() -> int:
-    """GPUs that processes see: those that CUDA_VISIBLE_DEVICES names, else those that nvidia-smi lists, 0 without it."""
+    """GPUs that processes see: those in CUDA_VISIBLE_DEVICES, or that nvidia-smi lists, 0 without it."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([name for name in named.split(",") if name.strip()])
     try:

@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 
 from cute_ep.kernels.device.block import shared_array
-from cute_ep.kernels.device.divide import quotient, round_up
+from cute_ep.kernels.device.divide import Divisor, quotient, round_up
 from cute_ep.layouts.maps.arena import CHUNK, HeaderWord, message_slices_log2
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import WARPS
@@ -146,6 +146,21 @@ def whole_chunks(slices: Int32) -> Int32:
 def static_stride(items: Int32, ctas: Int32) -> Int32:
     """From an item of a warp to its next one. Computed at each item, it takes no register."""
     return item_stride(_working_ctas(items, ctas))
+
+
+def is_same_turn(stride: Int32, by_ranks: Divisor) -> Boolean:
+    """Whether a warp whose items are `stride` apart would have the same source in all of them."""
+    turn, _ = by_ranks.split(stride)
+    return turn == 0
+
+
+def turned_source(item: Int32, turned: Int32, by_ranks: Divisor) -> tuple[Int32, Int32]:
+    """(turn, index) of an item, of which sources take turns, each turned by `turned`, which is below the ranks. All
+    items of an index must be turned alike, or one source has it twice and another one not at all: a warp may turn its
+    k-th items by k where `is_same_turn`, since then no index has k-th and other items, and elsewhere by 0."""
+    turn, index = by_ranks.split(item)
+    turn += turned
+    return turn - cutlass.select_(turn >= by_ranks.extent, by_ranks.extent, Int32(0)), index
 
 
 def _working_ctas(items: Int32, ctas: Int32, warps: Int32 | int = WARPS) -> Int32:

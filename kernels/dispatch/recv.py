@@ -23,9 +23,11 @@ from cute_ep.kernels.device.slices import (
     control_cta,
     from_lane,
     highest,
+    is_same_turn,
     slice_of,
     static_first,
     static_stride,
+    turned_source,
     vectors_of,
 )
 from cute_ep.kernels.device.sync import Awaited, grid_barrier, wait_two_ll, warp_all
@@ -71,9 +73,10 @@ class DispatchRecv:
         item = static_first(sItems[0], receiver, receivers, ctx.warp)
         turned = Int32(0)
         while alive and item < sItems[0]:
-            turn, index = ctx.by_ranks.split(item)
-            if cutlass.const_expr(self.direct):
-                turn, turned = self._turn(ctx, turn, turned)
+            turn, index = turned_source(item, turned, ctx.by_ranks)
+            if cutlass.const_expr(self.direct):  # or a warp with the own rank's tokens only is done before the others
+                if is_same_turn(static_stride(sItems[0], receivers), ctx.by_ranks):
+                    turned = cutlass.select_(turned + 1 >= ctx.ranks, Int32(0), turned + 1)
             source = ctx.rank + turn
             if source >= ctx.ranks:
                 source -= ctx.ranks
@@ -92,13 +95,6 @@ class DispatchRecv:
             if alive:
                 self.scale_tiles.run(ctx, opaque(receiver), opaque(receivers))
         return alive
-
-    def _turn(self, ctx: DispatchContext, turn: Int32, turned: Int32) -> tuple[Int32, Int32]:
-        """The source of an item by turns, and how far the next ones are turned. A warp would have the same source in
-        all its items, and one with the own rank's be done before the others."""
-        turn += turned
-        turned = cutlass.select_(turned + 1 >= ctx.ranks, Int32(0), turned + 1)
-        return turn - cutlass.select_(turn >= ctx.ranks, ctx.ranks, Int32(0)), turned
 
     @cute.jit
     def _take(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice) -> Boolean:

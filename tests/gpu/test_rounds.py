@@ -89,6 +89,17 @@ def odd_tuning(number: int) -> Tuning:
     return Tuning(*tables)
 
 
+@pytest.mark.parametrize("sms", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [3, 5, 6, 7])
+def test_numbers_of_ranks_that_are_no_power_of_two(ranks: int, sms: int) -> None:
+    """Where warps have many items, which ranks take turns at: each message is taken once."""
+    cfg = EPConfig(1024, 8 * ranks, 3, LAMPORT_TOKENS + 76, ranks, "bf16", timeout_s=10)
+    with connected(cfg, ["cuda:0"] * ranks, sms=sms) as communicators:
+        for seed, tokens in enumerate((cfg.max_tokens_per_rank, 313, 64)):
+            inputs = make_inputs(cfg, uneven(tokens, ranks, seed), "uniform", seed)
+            check_round(communicators, inputs, RoundOptions(False, ("exact", "partial"), seed=seed))
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "nvfp4", "nvfp4_row"])
 def test_launch_shapes_do_not_change_bytes(devices: list[str], fmt: str) -> None:
     """Every rank has its own, and another one in the next round."""

@@ -21,6 +21,7 @@ from cute_ep.kernels.device.slices import (
     are_many,
     control_cta,
     first_item,
+    is_same_turn,
     item_of,
     item_stride,
     packed_cta,
@@ -28,6 +29,7 @@ from cute_ep.kernels.device.slices import (
     slice_of,
     static_first,
     static_stride,
+    turned_source,
     whole_chunks,
 )
 from cute_ep.layouts.maps.arena import CHUNK, COUNTERS, LAMPORT_TOKENS, MAX_SLICES, SEGMENT_BYTES, chunk_of
@@ -38,6 +40,10 @@ from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_
 from .host import run_map
 
 MOST_LOG2 = MAX_SLICES.bit_length() - 1
+
+
+def host_mul_hi(a, b):
+    return Uint32((Uint64(a) * Uint64(b)) >> 32)
 
 
 def test_pieces_partition_a_row() -> None:
@@ -135,6 +141,43 @@ def test_the_static_schedule_has_every_item_once() -> None:
         assert not mine or cta != control_cta(ctas) or items > (ctas - 1) * WARPS
         taken[items, ctas] += mine
     assert all(sorted(found) == list(range(items)) for (items, _), found in taken.items())
+
+
+@pytest.mark.parametrize("ranks", range(1, 10))
+def test_turned_items_are_each_index_of_each_source_once(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a warp that has many does not have all of one source, whatever ranks and CTAs are."""
+    monkeypatch.setattr(lamport.cute.arch, "mul_hi", host_mul_hi)
+    magic = division_magic(ranks)
+    cases = [(ranks * indices, ctas) for ctas in (1, 2, 3, 4, 7, 48) for indices in (1, 17, 16 * ctas, 40 * ctas + 5)]
+    warps = all_warps(cases)
+
+    def deal(items, ctas, cta, warp):
+        stride = Int32(static_stride(items, ctas))
+        same = is_same_turn(stride, Divisor(Int32(ranks), Uint32(magic)))
+        return Int32(static_first(items, cta, ctas, warp)), stride, Int32(same)
+
+    def source(item, turned):
+        turn, index = turned_source(item, turned, Divisor(Int32(ranks), Uint32(magic)))
+        return Int32(turn), Int32(index)
+
+    dealt = zip(warps.tolist(), *(one.tolist() for one in run_map(deal, *warps.T, outputs=3)), strict=True)
+    rows = [
+        (case, place, item, number % ranks if same else 0)
+        for place, ((*case, _, _), start, stride, same) in enumerate(dealt)
+        for number, item in enumerate(range(start, case[0], stride))
+    ]
+    item, turned = np.array([row[2:] for row in rows], np.int32).T
+    turns, indices = (one.tolist() for one in run_map(source, item, turned, outputs=2))
+    taken: dict[tuple, list] = {case: [] for case in cases}
+    sources: dict[int, list] = {}
+    for (case, place, _, _), turn, index in zip(rows, turns, indices, strict=True):
+        taken[*case].append((index, turn))
+        sources.setdefault(place, []).append(turn)
+    for (items, _), found in taken.items():
+        assert sorted(found) == [(index, turn) for index in range(items // ranks) for turn in range(ranks)]
+    many = [found for found in sources.values() if len(found) > 1]
+    assert many
+    assert ranks == 1 or all(len(set(found)) > 1 for found in many)
 
 
 def test_tickets_of_a_cta_go_on_where_first_items_end() -> None:
@@ -299,7 +342,7 @@ def test_a_lamport_word_is_the_sentinel_or_it_has_arrived() -> None:
 def test_division_by_multiplication_is_exact_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact up to the bound that `Divisor` states, for every extent that can be: near 0, at the bound, where the error
     of the multiplication is largest, and in between. All that kernels split is below the bound."""
-    monkeypatch.setattr(lamport.cute.arch, "mul_hi", lambda a, b: Uint32((Uint64(a) * Uint64(b)) >> 32))
+    monkeypatch.setattr(lamport.cute.arch, "mul_hi", host_mul_hi)
 
     def split(item, extent, magic):
         return tuple(map(Int32, Divisor(extent, magic.bitcast(Uint32)).split(item)))
