@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", choices=("eager", "graphs"), default=["eager", "graphs"])
     parser.add_argument("--requests", type=int, default=200, help="of a round (default: %(default)s)")
     parser.add_argument("--idle", type=float, nargs="+", default=[60, 5], help="seconds between rounds, by model")
-    parser.add_argument("--start-timeout", type=float, default=150, help="seconds for a model's servers to start")
+    parser.add_argument("--start-timeout", type=float, default=300, help="seconds for a model's servers to start")
     parser.add_argument("--library", type=Path, default=LIBRARY, help="compiled kernels (default: build/library)")
     parser.add_argument("--options", type=shlex.split, default=[], help="more words for each server, in one string")
     parser.add_argument("--logs", type=Path, help="folder to keep models and servers' logs in")

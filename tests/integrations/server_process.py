@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import os
+import random
 import re
 import signal
 import socket
@@ -15,6 +17,7 @@ from pathlib import Path
 
 from tests.integrations.server_load import HOST
 
+FIRST_PORT, LAST_PORT, APART = 10_000, 32_000, 500
 TROUBLE = re.compile(r"Traceback|^\w*Error: |\bERROR ")
 
 
@@ -23,15 +26,16 @@ class ServerError(RuntimeError):
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind((HOST, 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Ports that nobody listens on, far from each other and below those that systems give out: servers take more for
+    themselves, at random or counted from the one that they are given."""
+    found: list[int] = []
+    for port in range(FIRST_PORT + random.randrange(APART), LAST_PORT, APART):
+        with socket.socket() as one, suppress(OSError):
+            one.bind((HOST, port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise ServerError(f"free ports = {len(found)}: must be at least {count}")
 
 
 def tail(log: Path, lines: int = 25) -> str:
@@ -44,11 +48,11 @@ def tail(log: Path, lines: int = 25) -> str:
 
 
 def healthy(port: int, path: str) -> bool:
-    """Whether a GET is answered with 200 within five seconds."""
+    """Whether a GET is answered with 200 within five seconds; another one's port may answer with something else."""
     try:
         with urllib.request.urlopen(f"http://{HOST}:{port}{path}", timeout=5) as answer:
             return answer.status == 200
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return False
 
 

@@ -140,7 +140,7 @@ def play_cases(
     folder: Path,
     *,
     idle: float,
-    start_timeout: float = 150,
+    start_timeout: float = 300,
     timeout: float = 60,
 ) -> Outcome:
     """Two rounds of the requests to each server, in turn. All servers are ended.

@@ -181,7 +181,7 @@ def run(
     modes: Sequence[str] = MODES,
     count: int = 200,
     idle: float = 60,
-    start_timeout: float = 150,
+    start_timeout: float = 300,
     options: Sequence[str] = (),
 ) -> dict[str, Any]:
     """A model of `server_models.MODELS` in servers with backends and modes, asked the same: `summary`.
@@ -194,6 +194,8 @@ def run(
         options: more words for each server.
     """
     model, plugins, gpus = folder / kind, folder / "plugins", torch.cuda.is_available()
+    if not gpus and kind != "qwen3_moe":
+        raise ServerError("without a GPU SGLang has no attention for this model")
     install_plugin(plugins)
     if not gpus:
         install_experts(plugins)

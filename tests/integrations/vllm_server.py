@@ -175,7 +175,7 @@ def run(
     modes: Sequence[str] = MODES,
     count: int = 200,
     idle: float = 60,
-    start_timeout: float = 150,
+    start_timeout: float = 300,
     options: Sequence[str] = (),
 ) -> dict[str, Any]:
     """A model of `server_models.MODELS` in servers with backends and modes, asked the same: `summary`.
