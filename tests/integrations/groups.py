@@ -117,7 +117,11 @@ def on_buffers(
         buffer = make(group)
         buffer._pool.device = device
         try:
-            return program(buffer)
+            found = program(buffer)
+            if device.type != "cpu":
+                # to give memory back holds up the threads of ranks that this one's kernels may wait for
+                torch.cuda.current_stream(device).synchronize()
+            return found
         finally:
             buffer.destroy()
 
