@@ -8,6 +8,7 @@ import pytest
 
 from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MAX_SLICES
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR, RANK_MAJOR, RowOrder
 from cute_ep.testing.verify import RoundOptions, check_round
 from cute_ep.testing.workloads import make_inputs
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning, slices_for
@@ -89,15 +90,17 @@ def odd_tuning(number: int) -> Tuning:
     return Tuning(*tables)
 
 
-@pytest.mark.parametrize("sms", [1, 2, 3])
+@pytest.mark.parametrize("order", [EXPERT_MAJOR, RANK_MAJOR])
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7])
-def test_numbers_of_ranks_that_are_no_power_of_two(ranks: int, sms: int) -> None:
-    """Where warps have many items, which ranks take turns at: each message is taken once."""
-    cfg = EPConfig(1024, 8 * ranks, 3, LAMPORT_TOKENS + 76, ranks, "bf16", timeout_s=10)
-    with connected(cfg, ["cuda:0"] * ranks, sms=sms) as communicators:
-        for seed, tokens in enumerate((cfg.max_tokens_per_rank, 313, 64)):
-            inputs = make_inputs(cfg, uneven(tokens, ranks, seed), "uniform", seed)
-            check_round(communicators, inputs, RoundOptions(False, ("exact", "partial"), seed=seed))
+def test_numbers_of_ranks_that_are_no_power_of_two(ranks: int, fmt: str, order: RowOrder) -> None:
+    """Where warps have many items, which ranks take turns at, each message is taken once; rows come quantised."""
+    cfg = EPConfig(1024, 8 * ranks, 3, LAMPORT_TOKENS + 76, ranks, fmt, 10, row_order=order)
+    for sms in (1, 2, 3):
+        with connected(cfg, ["cuda:0"] * ranks, sms=sms) as communicators:
+            for seed, tokens in enumerate((cfg.max_tokens_per_rank, 313, 64)):
+                inputs = make_inputs(cfg, uneven(tokens, ranks, seed), "uniform", seed)
+                check_round(communicators, inputs, RoundOptions(prequantized=fmt != "bf16", seed=seed))
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "nvfp4", "nvfp4_row"])
