@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integrations.server_models import MODELS
+from tests.integrations.server_plan import MODES, Plan
 from tests.integrations.server_process import ServerError
 from tests.integrations.server_runs import print_summary, say
 
@@ -29,7 +30,7 @@ def main() -> int:
     parser.add_argument("framework", choices=FRAMEWORKS)
     parser.add_argument("--out", type=Path, metavar="FILE", help="for the result, as JSON")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--modes", nargs="+", choices=("eager", "graphs"), default=["eager", "graphs"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--requests", type=int, default=200, help="of a round (default: %(default)s)")
     parser.add_argument("--idle", type=float, nargs="+", default=[60, 5], help="seconds between rounds, by model")
     parser.add_argument("--start-timeout", type=float, default=300, help="seconds for a model's servers to start")
@@ -45,15 +46,18 @@ def main() -> int:
             folder = (args.logs or Path(temporary)) / kind
             folder.mkdir(parents=True, exist_ok=True)
             idle = args.idle[min(number, len(args.idle) - 1)]
-            options: dict[str, Any] = {
-                "modes": args.modes,
-                "count": args.requests,
-                "idle": idle,
-                "start_timeout": args.start_timeout,
-                "options": args.options,
-            }
+            plan = Plan(
+                kind,
+                folder,
+                args.library,
+                modes=args.modes,
+                count=args.requests,
+                idle=idle,
+                start_timeout=args.start_timeout,
+                options=args.options,
+            )
             try:
-                made = framework.run(kind, folder, args.library, **options)
+                made = framework.run(plan)
                 print_summary(made)
             except ServerError as failed:
                 say(f"{kind}: {failed}")

@@ -10,6 +10,7 @@ import torch
 
 from tests.gpu.conftest import LIBRARY
 from tests.integrations.server_models import MODELS
+from tests.integrations.server_plan import Plan
 from tests.integrations.vllm_worker import missing
 
 
@@ -24,5 +25,5 @@ def test_servers_of_vllm_say_the_same_with_each_exchange(tmp_path: Path, kind: s
     """Eagerly and with CUDA graphs, up to rounding; every request is answered or aborted, also after a pause."""
     from tests.integrations.vllm_server import run
 
-    made = run(kind, tmp_path, LIBRARY, idle=5)
+    made = run(Plan(kind, tmp_path, LIBRARY, idle=5))
     assert not made["wrong"], made

@@ -13,28 +13,25 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.integrations.server_load import HOST, Request, Said, draw_requests
-from tests.integrations.server_models import LONGEST, VOCABULARY, save_model
+from tests.integrations import server_plan
+from tests.integrations.server_load import HOST, Request, Said
+from tests.integrations.server_models import LONGEST
+from tests.integrations.server_plan import BATCH, BOUND, OURS, RANKS, TOP, Plan, await_settled, install
 from tests.integrations.server_process import ServerError
-from tests.integrations.server_runs import Case, play_cases, say, summary
-from tests.integrations.vllm_server import BOUND, TOP, install_plugin
+from tests.integrations.server_runs import summary
 
-ROOT = Path(__file__).parents[2]
-OURS, DEFAULT = "cute_ep", "default"
+DEFAULT = "default"
 EXCHANGES = {OURS: "deepep_v2", DEFAULT: "none"}
 """SGLang's names; the plugin takes the place of the first."""
-MODES = "eager", "graphs"
-RANKS = 2
-BATCH = 512
-"""Tokens of a rank's step, at most."""
 REPLACED = "CuteEPDispatcher replaces"
 """What each process of a server with the plugin logs."""
 EXPERTS = "cute_ep_test_experts"
@@ -102,17 +99,8 @@ def words_of(model: Path, backend: str, mode: str, port: int, *, gpus: bool = Tr
 
 
 def environment_of(backend: str, plugins: Path, library: Path, *, gpus: bool = True) -> dict[str, str]:
-    """More environment of a server. Kernels that SGLang compiles stay in its usual folders for the next server.
-
-    Args:
-        plugins: a folder of `install_plugin`.
-        library: of compiled kernels.
-    """
-    cache = plugins / "cache"
-    cache.mkdir(exist_ok=True)
-    if not (cache / "cute_ep").exists():
-        (cache / "cute_ep").symlink_to(library.resolve(), target_is_directory=True)
-    path = [str(plugins), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    """More environment of a server; plugins and library as of `server_plan.environment_of`. Kernels that SGLang
+    compiles stay in its usual folders for the next server."""
     ours = OURS if gpus else f"{OURS},{EXPERTS}"
     cpu = {
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -120,9 +108,7 @@ def environment_of(backend: str, plugins: Path, library: Path, *, gpus: bool = T
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join("01"[: RANKS if backend == OURS else 1]),
     }
     return {
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "PYTHONUNBUFFERED": "1",
-        "XDG_CACHE_HOME": str(cache),
+        **server_plan.environment_of(plugins, library),
         "SGLANG_PLUGINS": ours if backend == OURS else "none",  # with an empty one SGLang loads all
         "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK": str(BATCH),
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
@@ -130,38 +116,22 @@ def environment_of(backend: str, plugins: Path, library: Path, *, gpus: bool = T
         "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
         "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",  # of all numbers of rows: minutes
         "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",  # the last one for torch 2.11 is older
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "2",
-        "NO_COLOR": "1",
         **({} if gpus else cpu),
     }
 
 
 def install_experts(folder: Path) -> None:
-    """Make the plugin of `sglang_experts.py` count as installed, in a folder for PYTHONPATH, and a `sgl_kernel` whose
-    operations exist but do not run: SGLang imports some that the CPU never calls."""
-    info = folder / f"{EXPERTS}-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {EXPERTS}\nVersion: 0\n")
-    point = f"{EXPERTS} = tests.integrations.sglang_experts:plugin"
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{point}\n")
+    """`install` the plugin of `sglang_experts.py`, and make a `sgl_kernel` beside it whose operations exist but do not
+    run: SGLang imports some that the CPU never calls."""
+    install(folder, EXPERTS, "0", {"sglang.srt.plugins": {EXPERTS: "tests.integrations.sglang_experts:plugin"}})
     (folder / "sgl_kernel.py").write_text(KERNELS)
 
 
-def settled(port: int) -> None:
-    """ServerError: ten seconds after a round requests run or wait."""
-    end = time.monotonic() + 10
-    while True:
-        with urllib.request.urlopen(f"http://{HOST}:{port}/v1/loads?include=core", timeout=5) as answer:
-            loads = json.load(answer)["loads"]
-        left = {f"rank {one['dp_rank']}": one["num_running_reqs"] + one["num_waiting_reqs"] for one in loads}
-        if not any(left.values()):
-            return
-        if time.monotonic() > end:
-            raise ServerError(f"requests are left after a round: {left}")
-        time.sleep(0.2)
+def unfinished(port: int) -> dict[str, int]:
+    """Requests that run or wait, by rank."""
+    with urllib.request.urlopen(f"http://{HOST}:{port}/v1/loads?include=core", timeout=5) as answer:
+        loads = json.load(answer)["loads"]
+    return {f"rank {one['dp_rank']}": one["num_running_reqs"] + one["num_waiting_reqs"] for one in loads}
 
 
 def misplaced(name: str, log: Path) -> list[str]:
@@ -172,50 +142,23 @@ def misplaced(name: str, log: Path) -> list[str]:
     return [f"{name}: {replaced} processes use the plugin"] if replaced else []
 
 
-def run(
-    kind: str,
-    folder: Path,
-    library: Path,
-    *,
-    backends: Sequence[str] = tuple(EXCHANGES),
-    modes: Sequence[str] = MODES,
-    count: int = 200,
-    idle: float = 60,
-    start_timeout: float = 300,
-    options: Sequence[str] = (),
-) -> dict[str, Any]:
-    """A model of `server_models.MODELS` in servers with backends and modes, asked the same: `summary`.
-
-    Args:
-        folder: empty, for the model and logs.
-        count: requests of a round.
-        idle: seconds between the two rounds.
-        start_timeout: seconds for servers to start, all at once.
-        options: more words for each server.
-    """
-    model, plugins, gpus = folder / kind, folder / "plugins", torch.cuda.is_available()
-    if not gpus and kind != "qwen3_moe":
-        raise ServerError("without a GPU SGLang has no attention for this model")
-    install_plugin(plugins)
+def run(plan: Plan) -> dict[str, Any]:
+    """The plan with both exchanges: `summary`. ServerError: not without a GPU."""
+    gpus = torch.cuda.is_available()
     if not gpus:
-        install_experts(plugins)
-        modes = ["eager"]
-    save_model(kind, model)
-
-    def case(backend: str, mode: str) -> Case:
-        name, environment = f"{backend} {mode}", environment_of(backend, plugins, library, gpus=gpus)
-
-        def words(port: int) -> list[str]:
-            return [*words_of(model, backend, mode, port, gpus=gpus), *options]
-
-        return Case(name, words, environment, settled=settled)
-
-    cases = [case(backend, mode) for backend in backends for mode in modes]
-    say(f"{kind}: {len(cases)} servers start")
-    requests = draw_requests(VOCABULARY, count=count)
-    patience = {"start_timeout": start_timeout, "timeout": 120 if gpus else 300}
-    outcome = play_cases(cases, Generate(), requests, folder, idle=idle, **patience)
+        if plan.kind != "qwen3_moe":
+            raise ServerError("without a GPU SGLang has no attention for this model")
+        plan = replace(plan, modes=("eager",))
+        install_experts(plan.plugins)
+    outcome = plan.play(
+        Generate(),
+        tuple(EXCHANGES),
+        partial(words_of, plan.model, gpus=gpus),
+        lambda backend: environment_of(backend, plan.plugins, plan.library, gpus=gpus),
+        lambda port: await_settled(partial(unfinished, port)),
+        timeout=120 if gpus else 300,
+    )
     made = summary(outcome, OURS, DEFAULT, BOUND)
     for name in outcome.played:
-        made["wrong"] += misplaced(name, folder / f"{name.replace(' ', '_')}.log")
+        made["wrong"] += misplaced(name, plan.folder / f"{name.replace(' ', '_')}.log")
     return made

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers", "5.17", reason="needs transformers 5.17 or newer: pip install '.[transformers]'")
 
 from tests.integrations.server_models import EXPERTS, GROUPS, MODELS, VOCABULARY, levels, save_model
-from tests.integrations.vllm_server import BOUND
+from tests.integrations.server_plan import BOUND
 
 
 def test_scores_of_a_token_are_far_apart() -> None:

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from tests.integrations.server_load import Request, Said
+from tests.integrations.server_plan import OURS, RANKS
 from tests.integrations.sglang_experts import run_experts
 from tests.integrations.sglang_server import (
     DEFAULT,
     EXCHANGES,
     EXPERTS,
-    OURS,
-    RANKS,
     REPLACED,
     Generate,
     environment_of,

@@ -6,7 +6,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from tests.integrations.server_load import Request, Said
-from tests.integrations.vllm_server import DEFAULT, OURS, Completions, install_plugin, words_of
+from tests.integrations.server_plan import OURS, install_plugin
+from tests.integrations.vllm_server import DEFAULT, Completions, words_of
 
 
 def piece(*tokens: int) -> dict:

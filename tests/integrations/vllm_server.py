@@ -7,34 +7,23 @@ requirements (`offline.py`): attention in Triton, without MLA, sampling in torch
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
-import time
-import tomllib
 import urllib.request
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.integrations.server_load import HOST, Request, Said, draw_requests
-from tests.integrations.server_models import LONGEST, TOP_K, VOCABULARY, save_model
-from tests.integrations.server_process import ServerError
-from tests.integrations.server_runs import Case, play_cases, say, summary
+from tests.integrations import server_plan
+from tests.integrations.server_load import HOST, Request, Said
+from tests.integrations.server_models import LONGEST, TOP_K
+from tests.integrations.server_plan import BATCH, BOUND, OURS, RANKS, TOP, Plan, await_settled
+from tests.integrations.server_runs import summary
 
-ROOT = Path(__file__).parents[2]
-OURS, DEFAULT = "cute_ep", "allgather_reducescatter"
-BACKENDS, MODES = (OURS, DEFAULT), ("eager", "graphs")
-RANKS = 2
-BATCH = 512
-"""Tokens of a rank's step, at most."""
+DEFAULT = "allgather_reducescatter"
 STATIC_ROWS = RANKS * 128 * TOP_K
 """So steps of up to 128 tokens a rank, as decoding has, are not counted, and longer ones are."""
-BOUND = 0.2
-"""How far rounding moves a log probability, between two servers: each in bfloat16 is half of it from float32
-(`test_server_models.py`)."""
-TOP = 8
-"""Likeliest tokens to tell of at each place."""
 
 
 class Completions:
@@ -65,19 +54,6 @@ class Completions:
                 tops = choice["logprobs"]["top_logprobs"]
                 said.top.extend({int(name.rpartition(":")[2]): value for name, value in top.items()} for top in tops)
         return said
-
-
-def install_plugin(folder: Path) -> None:
-    """Make a folder for PYTHONPATH in which cute_ep counts as installed: metadata with its entry points."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    info = folder / f"cute_ep-{project['version']}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: cute-ep\nVersion: {project['version']}\n")
-    groups = project["entry-points"].items()
-    lines = [
-        line for group, names in groups for line in (f"[{group}]", *(f"{one} = {what}" for one, what in names.items()))
-    ]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
 def words_of(model: Path, backend: str, mode: str, port: int) -> list[str]:
@@ -112,32 +88,15 @@ def words_of(model: Path, backend: str, mode: str, port: int) -> list[str]:
 
 
 def environment_of(plugins: Path, library: Path) -> dict[str, str]:
-    """More environment of a server.
-
-    Args:
-        plugins: a folder of `install_plugin`.
-        library: of compiled kernels.
-    """
-    cache = plugins / "cache"
-    cache.mkdir(exist_ok=True)
-    if not (cache / "cute_ep").exists():
-        (cache / "cute_ep").symlink_to(library.resolve(), target_is_directory=True)
-    path = [str(plugins), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "PYTHONUNBUFFERED": "1",
-        "XDG_CACHE_HOME": str(cache),
-        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+    """More environment of a server; arguments as of `server_plan.environment_of`."""
+    common = server_plan.environment_of(plugins, library)
+    return common | {
+        "VLLM_CACHE_ROOT": str(Path(common["XDG_CACHE_HOME"]) / "vllm"),
         "VLLM_HOST_IP": HOST,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_MLA_DISABLE": "1",  # its prefill needs FlashAttention or FlashInfer
         "TORCHDYNAMO_DISABLE": "1",  # small functions that would compile at start
-        "OMP_NUM_THREADS": "2",
-        "NO_COLOR": "1",
     }
 
 
@@ -153,51 +112,19 @@ def metrics(port: int) -> dict[str, float]:
     return sums
 
 
-def settled(port: int) -> None:
-    """ServerError: ten seconds after a round requests run or wait."""
-    end = time.monotonic() + 10
-    while True:
-        now = metrics(port)
-        left = {name: now[name] for name in ("num_requests_running", "num_requests_waiting")}
-        if not any(left.values()):
-            return
-        if time.monotonic() > end:
-            raise ServerError(f"requests are left after a round: {left}")
-        time.sleep(0.2)
+def unfinished(port: int) -> dict[str, float]:
+    """Requests that run or wait."""
+    now = metrics(port)
+    return {name: now[name] for name in ("num_requests_running", "num_requests_waiting")}
 
 
-def run(
-    kind: str,
-    folder: Path,
-    library: Path,
-    *,
-    backends: Sequence[str] = BACKENDS,
-    modes: Sequence[str] = MODES,
-    count: int = 200,
-    idle: float = 60,
-    start_timeout: float = 300,
-    options: Sequence[str] = (),
-) -> dict[str, Any]:
-    """A model of `server_models.MODELS` in servers with backends and modes, asked the same: `summary`.
-
-    Args:
-        folder: empty, for the model and logs.
-        count: requests of a round.
-        idle: seconds between the two rounds.
-        start_timeout: seconds for servers to start, all at once.
-        options: more words for each server.
-    """
-    model, plugins = folder / kind, folder / "plugins"
-    install_plugin(plugins)
-    save_model(kind, model)
-    environment = environment_of(plugins, library)
-
-    def case(backend: str, mode: str) -> Case:
-        name = f"{backend} {mode}"
-        return Case(name, lambda port: [*words_of(model, backend, mode, port), *options], environment, settled=settled)
-
-    cases = [case(backend, mode) for backend in backends for mode in modes]
-    say(f"{kind}: {len(cases)} servers start")
-    requests = draw_requests(VOCABULARY, count=count)
-    played = play_cases(cases, Completions("tiny"), requests, folder, idle=idle, start_timeout=start_timeout)
+def run(plan: Plan) -> dict[str, Any]:
+    """The plan with both backends: `summary`."""
+    played = plan.play(
+        Completions("tiny"),
+        (OURS, DEFAULT),
+        partial(words_of, plan.model),
+        lambda _: environment_of(plan.plugins, plan.library),
+        lambda port: await_settled(partial(unfinished, port)),
+    )
     return summary(played, OURS, DEFAULT, BOUND)
