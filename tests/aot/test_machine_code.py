@@ -12,6 +12,8 @@ import pytest
 
 from cute_ep.aot.library import LibraryEntry
 from cute_ep.kernels.build import SEGMENTS
+from cute_ep.kernels.combine.recv import SLOTS_IN_FLIGHT
+from cute_ep.kernels.device.block import LOADS_IN_FLIGHT
 from cute_ep.layouts.maps.formats import E2M1, E2M3, E3M2, E4M3, FORMATS, Format
 from cute_ep.layouts.maps.launch import CTAS_PER_SM
 from cute_ep.layouts.maps.variants import (
@@ -40,6 +42,8 @@ RESERVED_SHARED_BYTES = 1024
 
 WITHOUT_PAYLOAD = ("await_frames", "await_sums", "unpack_frames", "signal_mail")
 """Of MAIL_KERNELS: they move words and entries."""
+
+POLL = re.compile(r"\bLDG\.E\.128\.STRONG\.SYS\b")
 
 Sass = Callable[[Variant], list[str]]
 
@@ -79,6 +83,30 @@ def test_payload_moves_16_bytes_at_a_time(sass: Sass, variant: Variant) -> None:
 def test_peer_written_memory_is_read_coherently(sass: Sass, variant: Variant) -> None:
     """No load through the non-coherent path: peers write while the kernel runs."""
     assert not [line for line in sass(variant) if re.search(r"\bLDG\S*\.(CONSTANT|NC)\b", line)]
+
+
+def what_separates_polls(lines: list[str]) -> list[str]:
+    """Branches, and checks of what was polled, between 16-byte polls."""
+    polls = [place for place, line in enumerate(lines) if POLL.search(line)]
+    return [line for line in lines[polls[0] : polls[-1]] if re.search(r"\b(BRA|VIMNMX3?|IMNMX)\b", line)]
+
+
+@GROUP
+def test_polls_of_several_vectors_stand_side_by_side(sass: Sass, variant: Variant) -> None:
+    """Else each waits for the one before."""
+    polls = [line for line in sass(variant) if POLL.search(line)]
+    if "_async" in variant.kernel:
+        assert not polls, "it receives nothing"
+        return
+    assert len(polls) == (SLOTS_IN_FLIGHT if variant.kernel.startswith("combine") else LOADS_IN_FLIGHT)
+    assert not what_separates_polls(sass(variant))
+
+
+def test_polls_behind_a_branch_or_a_check_are_seen() -> None:
+    poll = "@P2 LDG.E.128.STRONG.SYS R20, desc[UR8][R56.64]"
+    assert not what_separates_polls([poll, "IMAD.MOV.U32 R20, RZ, RZ, R40", poll, "@P1 BRA `(.L_x_1)"])
+    for between in ("@!P1 BRA `(.L_x_1)", "VIMNMX3.U32 R42, R12, R13, R14, !PT", "VIMNMX.U32 R42, R15, R42, !PT"):
+        assert what_separates_polls([poll, between, poll]) == [between]
 
 
 def encoded_format(variant: Variant) -> Format | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from tests.integrations.server_compare import compare
 from tests.integrations.server_load import (
+    HOST,
     Answer,
     Request,
     Round,
@@ -23,7 +26,7 @@ from tests.integrations.server_load import (
     draw_requests,
     play,
 )
-from tests.integrations.server_process import ServerError, free_ports, healthy, serving, tail
+from tests.integrations.server_process import APART, ServerError, free_ports, healthy, serving, tail
 
 VOCABULARY = 100
 
@@ -169,6 +172,32 @@ def test_a_server_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     with serving([sys.executable, "-c", code], port, tmp_path / "log", health="/", timeout=30) as seconds:
         assert 0 < seconds < 30 and healthy(port, "/")
     assert not healthy(port, "/")
+
+
+def test_ports_are_free_and_far_from_each_other() -> None:
+    found = free_ports(4)
+    assert all(after - before >= APART for before, after in pairwise(found))
+    with socket.socket() as taken:
+        taken.bind((HOST, found[0]))
+        assert found[0] not in free_ports(4)
+    with pytest.raises(ServerError, match="must be at least 1000"):
+        free_ports(1000)
+
+
+def test_what_answers_no_http_is_not_healthy() -> None:
+    with socket.socket() as listening:
+        listening.bind((HOST, 0))
+        listening.listen()
+
+        def answer() -> None:
+            with listening.accept()[0] as one:
+                one.recv(1000)
+                one.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\n")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert not healthy(listening.getsockname()[1], "/")
+        answering.join()
 
 
 def test_a_logs_end_is_told_with_its_first_error(tmp_path: Path) -> None:

@@ -27,6 +27,20 @@ def test_without_gpus_every_peer_is_a_note() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
+@pytest.mark.parametrize(("named", "count"), [("2,3", 2), ("GPU-1f", 1), ("0,", 1), ("", 0), (None, 3)])
+def test_only_gpus_that_processes_see_are_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str | None, count: int
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nfor number in 0 1 2; do echo GPU $number: one; done\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert peers.gpu_count() == count
+
+
 def test_a_missing_module_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = peers.run_peers(4, names=("deepep_normal",))
