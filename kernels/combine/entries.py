@@ -35,10 +35,9 @@ from cute_ep.layouts.maps.scales import WORD_BYTES
 
 STAGES = 2
 """Spans whose entries are in shared memory: of the one that is carried, and of the next."""
-
-
 STEP_TURNS = 2
-"""Times that a warp takes `segments` segments in a step: to find a step costs half as much as one of these."""
+"""Times that a warp takes `segments` segments in a step. Finding a step takes about half as many instructions as one of
+these."""
 
 
 class Fact(IntEnum):

@@ -155,9 +155,10 @@ def is_same_turn(stride: Int32, by_ranks: Divisor) -> Boolean:
 
 
 def turned_source(item: Int32, turned: Int32, by_ranks: Divisor) -> tuple[Int32, Int32]:
-    """(turn, index) of an item, of which sources take turns, each turned by `turned`, which is below the ranks. All
-    items of an index must be turned alike, or one source has it twice and another one not at all: a warp may turn its
-    k-th items by k where `is_same_turn`, since then no index has k-th and other items, and elsewhere by 0."""
+    """(turn, index) of an item. The items of an index are one for each source, and `turned`, which is below the number
+    of ranks, moves them on to other sources. It must be the same for all items of an index: otherwise one source has
+    the index twice, and another one not at all. Where `is_same_turn`, a warp may pass how many items it has had, modulo
+    the ranks, because then warps have all items of an index at the same count. Elsewhere it passes 0."""
     turn, index = by_ranks.split(item)
     turn += turned
     return turn - cutlass.select_(turn >= by_ranks.extent, by_ranks.extent, Int32(0)), index

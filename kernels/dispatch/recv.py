@@ -74,7 +74,7 @@ class DispatchRecv:
         turned = Int32(0)
         while alive and item < sItems[0]:
             turn, index = turned_source(item, turned, ctx.by_ranks)
-            if cutlass.const_expr(self.direct):  # or a warp with the own rank's tokens only is done before the others
+            if cutlass.const_expr(self.direct):  # a warp with tokens of the own rank only would be done early
                 if is_same_turn(static_stride(sItems[0], receivers), ctx.by_ranks):
                     turned = cutlass.select_(turned + 1 >= ctx.ranks, Int32(0), turned + 1)
             source = ctx.rank + turn
