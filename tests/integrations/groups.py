@@ -78,8 +78,9 @@ def on_groups(
     ranks_per_node: int | None = None,
 ) -> list:
     """What program(group) returns on each rank, of nodes of so many ranks, None: of one. Several ranks on a GPU need
-    CUDA_MODULE_LOADING=EAGER: CUDA may load a kernel only once the GPU is idle, and it never is while a rank waits for
-    another one."""
+    CUDA_MODULE_LOADING=EAGER, since CUDA may load a kernel only once the GPU is idle, and it never is while a rank
+    waits for another one, and CUDA_DEVICE_MAX_CONNECTIONS=32, since launches of two streams with one queue wait for
+    each other."""
     monkeypatch.setattr(connection, "connect_checked", connect if device.type == "cpu" else connect_on_gpu)
     monkeypatch.setattr(group_pool, "gather", lambda group, one: group.on_all_ranks(lambda: one, lambda made: made)[1])
     monkeypatch.setattr(group_pool, "count_ranks", lambda group, call: ranks_per_node or group.size())
@@ -121,6 +122,8 @@ def on_buffers(
             if device.type != "cpu":
                 # to give memory back holds up the threads of ranks that this one's kernels may wait for
                 torch.cuda.current_stream(device).synchronize()
+                for communicator in buffer._pool.communicators:
+                    communicator.synchronize()  # EPTimeout, which no later call would raise
             return found
         finally:
             buffer.destroy()
