@@ -16,6 +16,7 @@ OTHERS = {
     "cute_ep/integrations/flashinfer/alltoall.py": {"communication"},
     "cute_ep/integrations/transformers/attachment.py": {"one"},
     "perf/adapter_works.py": {"buffer"},
+    "perf/beside.py": {"work"},
     "perf/framework_works.py": {"comm", "manager", "dispatcher"},
     "perf/deepep_works.py": {"buffer"},
     "perf/elastic_works.py": {"buffer"},
