@@ -129,6 +129,10 @@ COMBINE: dict[int, tuple[Entry, ...]] = {
     ),
 }
 """Tables for at most so many ranks, measured as DISPATCH."""
+RANK_MAJOR_CTAS, RANK_MAJOR_TOKENS, LONG_BYTES, RANK_MAJOR_SENDERS = 48, 256, 10000, 1 / 3
+"""With at most so many CTAs, for more tokens and longer messages than so, this share of the CTAs sends where rows are
+rank-major: receivers then write a message once, and few senders cannot fill a link. BF16 dispatches of 1024 and 4096
+tokens on 24 SMs take 83 to 85 and 297 us, with the share of other rows 109 and 506 (2 x H200, 2026-11-26)."""
 SEGMENTS_PER_SLICE: dict[str, dict[int, float]] = {
     "dispatch": {256: 1 / 2, MANY: 3 / 2},
     "combine": {LAMPORT_TOKENS: 1 / 2, MANY: 3 / 2},
@@ -146,6 +150,10 @@ def built_in(cfg: EPConfig, ctas: int) -> Tuning:
     NVFP4 dispatch 242 -> 105.
     """
     dispatch = _first_of(_first_of(DISPATCH, cfg.peers), message_bytes(cfg.format, cfg.hidden))
+    if cfg.is_rank_major and ctas <= RANK_MAJOR_CTAS and message_bytes(cfg.format, cfg.hidden) > LONG_BYTES:
+        dispatch = tuple(
+            replace(one, senders=RANK_MAJOR_SENDERS) if one.tokens > RANK_MAJOR_TOKENS else one for one in dispatch
+        )
     combine = _first_of(COMBINE, cfg.peers)
     return Tuning(_fitted("dispatch", dispatch, cfg, ctas), _fitted("combine", combine, cfg, ctas))
 

@@ -7,9 +7,10 @@ from itertools import product
 
 import pytest
 
+from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arena import message_bytes
 from cute_ep.layouts.maps.formats import FORMATS
-from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
+from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, RowOrder
 from cute_ep.tuning.builtin import COMBINE, DISPATCH, TABLE_CTAS, built_in
 from cute_ep.tuning.launch_shape import FAMILIES, MANY
 
@@ -39,6 +40,25 @@ def test_with_fewer_ctas_a_row_is_cut_into_fewer_slices() -> None:
         for tuning in tables.values():
             for entry, whole in zip(tuning.table(family), tables[TABLE_CTAS].table(family), strict=True):
                 assert replace(entry, slices=whole.slices) == whole
+
+
+@pytest.mark.parametrize(
+    ("order", "fmt", "ctas", "tokens", "senders"),
+    [
+        pytest.param("rank_major", "bf16", 24, 4096, 8, id="a third"),
+        pytest.param("rank_major", "bf16", 24, 1024, 8, id="a third, of fewer tokens"),
+        pytest.param("rank_major", "bf16", 48, 4096, 16, id="a third, of the most CTAs"),
+        pytest.param("rank_major", "bf16", 64, 4096, 12, id="more CTAs"),
+        pytest.param("rank_major", "bf16", 24, 256, 4, id="few tokens"),
+        pytest.param("rank_major", "fp8", 24, 1024, 6, id="shorter messages"),
+        pytest.param("expert_major", "bf16", 24, 4096, 4, id="another order"),
+    ],
+)
+def test_few_ctas_have_more_senders_where_rows_are_rank_major(
+    order: RowOrder, fmt: str, ctas: int, tokens: int, senders: int
+) -> None:
+    cfg = EPConfig(7168, 256, 8, 4096, 2, fmt, row_order=order)
+    assert built_in(cfg, ctas).shape("dispatch", tokens, ctas).send_ctas == senders
 
 
 @pytest.mark.parametrize(
