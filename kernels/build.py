@@ -38,11 +38,13 @@ from cute_ep.layouts.maps.variants import (
     COPY_KERNEL,
     COUNT_KERNEL,
     DISPATCH_KERNELS,
+    PIPED_KERNELS,
     QUANTIZE_KERNEL,
     RANK_MAJOR_SUFFIX,
     SUM_KERNEL,
     TELL_KERNEL,
     Variant,
+    combine_mode,
 )
 
 SEGMENTS = {"sm_90a": 2}
@@ -112,9 +114,10 @@ def kernel_of(variant: Variant) -> KernelObject:
             ahead=variant.arch not in SMALL_SHARED,
             hooks=functions,
         )
-    if name in COMBINE_KERNELS:
+    if name in (*COMBINE_KERNELS, *PIPED_KERNELS):
         return Combine(
-            mode=name.rpartition("_")[2],
+            mode=combine_mode(name),
+            piped=name in PIPED_KERNELS,
             send="_wait" not in name,
             receive="_async" not in name,
             segments=SEGMENTS.get(variant.arch, 1),

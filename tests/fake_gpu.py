@@ -26,7 +26,7 @@ import torch
 
 from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.layouts.maps.launch import THREADS, WARPS
+from cute_ep.layouts.maps.launch import RING_BYTES, THREADS, WARPS
 from cute_ep.layouts.maps.parameters import Fields, numbers, parameters_of
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.variants import COMBINE_KERNELS, NO_HOOKS, Hooks, Variant
@@ -263,8 +263,8 @@ def launches() -> Iterator[Launches]:
 
 @pytest.fixture
 def make_rank(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> MakeRank:
-    """make_rank(cfg=CFG, rank=0, hooks=NO_HOOKS, shared=False, pairs=False): a rank whose peers are absent, the only
-    one on its GPU unless it is `shared`; `pairs` as of `RankParts`."""
+    """make_rank(cfg=CFG, rank=0, hooks=NO_HOOKS, shared=False, pairs=False, few=False): a rank whose peers are absent,
+    the only one on its GPU unless it is `shared`; `pairs` as of `RankParts`; `few`: with few SMs, one for each CTA."""
     pytest.importorskip("cutlass")
     stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: None)
     cuda = SimpleNamespace(
@@ -284,7 +284,7 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> MakeRank:
             monkeypatch.setattr(module, name, fake, raising=False)
     for name, fake in {
         "on_device": lambda device: nullcontext(),
-        "Kernel": lambda entry, call: RecordingKernel(entry.variant, launches, call),
+        "Kernel": lambda entry, call, ring_bytes: RecordingKernel(entry.variant, launches, call),
         "architecture": lambda device: ARCH,
     }.items():
         monkeypatch.setattr(parts, name, fake)
@@ -292,7 +292,13 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> MakeRank:
     monkeypatch.setattr(launcher, "driver_addresses", lambda: launches.compiled.addresses)
 
     def make(
-        cfg: EPConfig = CFG, rank: int = 0, hooks: Hooks = NO_HOOKS, *, shared: bool = False, pairs: bool = False
+        cfg: EPConfig = CFG,
+        rank: int = 0,
+        hooks: Hooks = NO_HOOKS,
+        *,
+        shared: bool = False,
+        pairs: bool = False,
+        few: bool = False,
     ) -> Communicator:
         device, peers = torch.device("cpu"), [rank] if cfg.skip_a2a else range(cfg.world_size)
         made = RankParts(
@@ -306,6 +312,8 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> MakeRank:
             built_in(cfg, MAX_CTAS),
             shared,
             pairs,
+            few,
+            RING_BYTES if few else 0,
         )
         addresses = [arena_address(peer) for peer in peers]
         return Communicator(made, addresses, group=None, release=lambda communicator: communicator.free())
@@ -376,7 +384,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "Communicator": lambda parts, peers, **options: SimpleNamespace(**vars(parts), **options, free=None),
     }.items():
         monkeypatch.setattr(connection, name, fake)
-    properties = SimpleNamespace(multi_processor_count=SMS)
+    properties = SimpleNamespace(multi_processor_count=SMS, shared_memory_per_block_optin=227 << 10)
     for name, fake in {
         "current_device": lambda: 0,
         "get_device_name": lambda device: GPU,

@@ -18,6 +18,7 @@ from cute_ep.api.validate import check_buffers, check_input
 from cute_ep.api.validate_combine import check_batch, check_rows, check_sum
 from cute_ep.layouts.maps.arguments import Ids, Input, Output, Scales, Sums, combine_numbers, dispatch_numbers
 from cute_ep.layouts.maps.routing import Phase
+from cute_ep.layouts.maps.variants import PIPED_SUFFIX, combine_mode
 from cute_ep.runtime.arguments import (
     NO_BATCH,
     NO_IDS,
@@ -89,7 +90,15 @@ class Communicator(Launching):
         self.arena, self.max_ctas = arena, parts.max_ctas
         self._kernels, self._cache = (
             parts.kernels,
-            LaunchCache(cfg, rank, parts.max_ctas, parts.kernels, pairs=parts.pairs, whole_sms=parts.whole_sms),
+            LaunchCache(
+                cfg,
+                rank,
+                parts.max_ctas,
+                parts.kernels,
+                pairs=parts.pairs,
+                whole_sms=parts.whole_sms,
+                ring_bytes=parts.ring_bytes,
+            ),
         )
         self._release = release
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
@@ -101,7 +110,7 @@ class Communicator(Launching):
         group_arguments, wire = group_record(cfg, rank, arena.address, self._status.address), wire_record(cfg)
         for name, kernel in parts.kernels.items():
             kernel.bind("group", group_arguments)
-            kernel.bind("arena", layout.arguments(partial=name.endswith("_partial")))
+            kernel.bind("arena", layout.arguments(partial=combine_mode(name) == "partial"))
             kernel.bind("wire", wire)
         if missing() is None:
             self._repeats = Repeats(cfg, device, parts.kernels, self._status.reports)
@@ -278,7 +287,8 @@ class Communicator(Launching):
             shape.grid, shape.shared, ids_record(dispatched.topk_ids), returned, batch_record(dispatched), sums
         )
         tensors = (rows, result, weights, options.epilogue_data)
-        return Call(self._kernels[f"combine_{mode}"], shape, numbers, tensors, None, dispatched), result
+        kernel = self._kernels[f"combine_{mode}{PIPED_SUFFIX if shape.piped else ''}"]
+        return Call(kernel, shape, numbers, tensors, None, dispatched), result
 
     def _send_combine_again(
         self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode
@@ -295,7 +305,8 @@ class Communicator(Launching):
         shape = self._cache.shape(self.tuning, "combine_async", dispatched.topk_ids.shape[0])
         returned = rows_record(rows, dispatched, self.arena.address)
         numbers = combine_numbers(shape.grid, NO_SHARED, NO_IDS, returned, batch_record(dispatched), NO_SUMS)
-        kernel = self._kernels[f"combine_async_{'partial' if mode == 'partial' else 'exact'}"]
+        name = f"combine_async_{'partial' if mode == 'partial' else 'exact'}"
+        kernel = self._kernels[f"{name}{PIPED_SUFFIX if shape.piped else ''}"]
         pending, call = PendingCombine(dispatched, mode, rows), Call(kernel, shape, numbers, (rows,), None, dispatched)
         self._launch(call, self._combines.count_sent, pending)
         whole = self._whole(dispatched)

@@ -28,7 +28,7 @@ from cute_ep.reference.backend import connect_reference
 from cute_ep.reference.processes import connect_processes
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.driver import Allocation, PlainAllocation, enable_all_peers, has_clusters, resident_ctas
-from cute_ep.runtime.gpus import FEW_FREE_SMS, check_gpu, sm_budget, sms_over_nodes
+from cute_ep.runtime.gpus import FEW_FREE_SMS, check_gpu, ring_bytes, sm_budget, sms_over_nodes
 from cute_ep.runtime.join_nodes import Rail, join_nodes, join_rail
 from cute_ep.runtime.join_shmem import join_shmem
 from cute_ep.runtime.local_kernels import load_local_kernels
@@ -107,7 +107,7 @@ def connect_gpus(
     enable_all_peers(sharing)
     name = torch.cuda.get_device_name(devices[0])
     tunings = {count: options.tuning or find_tuning(node, name, len(sharing), count) for count in set(ctas.values())}
-    shares = {device: _Share(ctas[device], tunings[ctas[device]], ranks > 1) for device, ranks in sharing.items()}
+    shares = {device: _Share(ctas[device], tunings[ctas[device]], ranks) for device, ranks in sharing.items()}
     open_ranks: list[EPCommunicator] = []
     one_at_a_time, joined = Lock(), object()
 
@@ -380,12 +380,12 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Share:
-    """What a rank has of its device: CTAs at most, launch shapes for as many, whether other ranks are there, and what
-    makes the allocation of its arena."""
+    """What a rank has of its device: CTAs at most, launch shapes for as many, how many ranks are there, and what makes
+    the allocation of its arena."""
 
     max_ctas: int
     tuning: Tuning
-    shared_device: bool = False
+    ranks: int = 1
     take: Callable[[int], Allocation] = PlainAllocation
 
 
@@ -393,15 +393,16 @@ def _prepare_rank(who: Origin, share: _Share, library: Library, undo: ExitStack,
     """What one rank needs before it knows its peers, to be given back by `undo`. `first_rank`: of its node."""
     cfg, rank, device, hooks = who
     started = time.monotonic()
-    kernels = load_kernels(cfg, device, library, hooks)
+    ring = ring_bytes(device, share.max_ctas, share.ranks)
+    kernels = load_kernels(cfg, device, library, hooks, ring)
     undo.callback(unload_kernels, kernels, device)
     LOG.debug("kernels of %s loaded on %s in %.2f s", cfg.dispatch_format, device, time.monotonic() - started)
     arena = make_arena(cfg, rank, device, share.take)
     undo.callback(arena.free)
     free = resident_ctas(device.index) // CTAS_PER_SM - share.max_ctas
     pairs = 0 < free <= FEW_FREE_SMS and has_clusters(device)
-    launches = share.max_ctas, share.tuning, share.shared_device
-    return RankParts(cfg, rank, device, arena, kernels, hooks, *launches, pairs, free >= 0, first_rank)
+    launches = share.max_ctas, share.tuning, share.ranks > 1
+    return RankParts(cfg, rank, device, arena, kernels, hooks, *launches, pairs, free >= 0, ring, first_rank)
 
 
 def _max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:

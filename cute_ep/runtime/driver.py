@@ -74,14 +74,15 @@ class Kernel:
         context: in which it is loaded.
     """
 
-    def __init__(self, entry: LibraryEntry, call: Sequence[str] = ()) -> None:
-        """call: the records that change from launch to launch, in the order of `launch`; none: all numbers do."""
+    def __init__(self, entry: LibraryEntry, call: Sequence[str] = (), ring_bytes: int = 0) -> None:
+        """call: the records that change from launch to launch, in the order of `launch`; none: all numbers do.
+        ring_bytes: of shared memory beyond what the entry says."""
         self._library = driver_calls.load(entry.read())
         self._function = driver_calls.function_of(self._library, entry.entry)
-        self._smem_bytes = entry.smem_bytes
-        driver_calls.allow_shared_memory(self._function, entry.smem_bytes)
+        self._smem_bytes = entry.smem_bytes + ring_bytes
+        driver_calls.allow_shared_memory(self._function, self._smem_bytes)
         self.context = driver_calls.current_context()
-        self._launcher = driver_calls.Launcher(self._function, self.context, entry.smem_bytes)
+        self._launcher = driver_calls.Launcher(self._function, self.context, self._smem_bytes)
         self._range = f"cute_ep.{entry.entry.removeprefix('cute_ep_').removesuffix('_0')}"
         self._names = [name for name, _ in entry.params]
         self._slots = slots(entry.params, call)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from cute_ep.api.errors import EPConfigError
-from cute_ep.layouts.maps.launch import FREE_SMS
+from cute_ep.layouts.maps.launch import FREE_SMS, RING_BYTES
 
+KEPT_BYTES = 8 << 10
+"""Shared memory of a CTA for all but its stages, at most, with what the system takes."""
 FEW_FREE_SMS = 24
 """So many free SMs may be 3 in each of Hopper's 8 GPCs, where NCCL's clusters of 4 do not start unless the free SMs are
 whole TPCs (docs/lessons.md, "Leave NCCL whole TPCs")."""
@@ -25,6 +27,24 @@ def sm_budget(device: str | torch.device, sms: int | None) -> int:
     if sms is not None and not 1 <= sms <= have:
         raise EPConfigError(f"sms = {sms}: must be in [1, {have}], the SMs of {device}")
     return sms or have
+
+
+def ring_bytes(device: torch.device, ctas: int, ranks: int) -> int:
+    """Shared memory for the stages of piped kernels: RING_BYTES, or as much as the GPU has; 0 where CTAs that take an
+    SM each may find no place beside others.
+
+    An SM's split of shared memory and L1 seems to be that of its TPC: beside 48 CTAs of one rank, an SM each, 48 CTAs
+    with all of an SM's shared memory did not start (H200, 66 TPCs, 2026-11-27). So all other launches are taken to hold
+    a TPC with each CTA: those of as many ranks, or of a second stream.
+
+    Args:
+        ctas: of a launch, at most.
+        ranks: on the device.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    if (2 * max(ranks, 2) - 1) * ctas > properties.multi_processor_count:
+        return 0
+    return min(RING_BYTES, properties.shared_memory_per_block_optin - KEPT_BYTES)
 
 
 def sms_over_nodes(device: torch.device, sms: int | None) -> int:

@@ -27,8 +27,16 @@ from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.config import EPConfig
 from cute_ep.api.tensors import check_apart, end_of
 from cute_ep.api.validate import check_buffers
-from cute_ep.layouts.maps.arena import has_whole_segments
+from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, LAMPORT_TOKENS, SEGMENT_BYTES, has_whole_segments
 from cute_ep.layouts.maps.arguments import Grid, Scales, SharedExpert
+from cute_ep.layouts.maps.launch import (
+    CONSUMER_SEGMENTS,
+    CONSUMERS,
+    LEAST_STAGES,
+    PIPED_THREADS,
+    PIPELINES,
+    WIDE_THREADS,
+)
 from cute_ep.layouts.maps.scales import scale_block
 from cute_ep.runtime.arguments import output_record, scales_record, shared_record
 from cute_ep.runtime.driver import Kernel
@@ -53,6 +61,7 @@ class LaunchShape(NamedTuple):
         shared: the shared expert's part in so many tokens.
         pairs: the CTAs come in clusters of 2.
         threads: of a CTA.
+        piped: whether the kernel is one of PIPED_KERNELS.
     """
 
     ctas: int
@@ -62,6 +71,7 @@ class LaunchShape(NamedTuple):
     shared: SharedExpert
     pairs: bool
     threads: int
+    piped: bool = False
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> Spans:
@@ -77,20 +87,36 @@ def joined(spans: Iterable[tuple[int, int]]) -> Spans:
     return begins, ends
 
 
+def fits_pipelines(hidden: int, ring_bytes: int) -> bool:
+    """Whether pipelines can carry rows of so many elements."""
+    row_bytes = hidden * COMBINE_ITEMSIZE
+    few = row_bytes <= CONSUMERS * CONSUMER_SEGMENTS * SEGMENT_BYTES
+    return few and ring_bytes >= LEAST_STAGES * PIPELINES * row_bytes
+
+
 class LaunchCache:
     """Launch shapes and bound kernels of one rank.
 
     Args:
         max_ctas: CTAs of one launch at most, resident together.
-        pairs, whole_sms: as of `RankParts`.
+        pairs, whole_sms, ring_bytes: as of `RankParts`.
         kernels: by name, bound to all but what changes from launch to launch.
     """
 
     def __init__(
-        self, cfg: EPConfig, rank: int, max_ctas: int, kernels: Mapping[str, Kernel], *, pairs: bool, whole_sms: bool
+        self,
+        cfg: EPConfig,
+        rank: int,
+        max_ctas: int,
+        kernels: Mapping[str, Kernel],
+        *,
+        pairs: bool,
+        whole_sms: bool,
+        ring_bytes: int = 0,
     ) -> None:
         self.cfg, self.rank, self.max_ctas, self.kernels = cfg, rank, max_ctas, kernels
         self.pairs, self.whole_sms = pairs, whole_sms
+        self._ring_bytes = ring_bytes if fits_pipelines(cfg.hidden, ring_bytes) else 0
         self._shapes: dict[tuple[str, int, bool], LaunchShape] = {}
         self._shapes_of: Tuning | None = None  # what they were found with
         self._receivers: WeakKeyDictionary[DispatchBuffers, dict[str, Kernel]] = WeakKeyDictionary()
@@ -108,12 +134,16 @@ class LaunchCache:
             expected = tokens or self.cfg.max_tokens_per_rank
             options = {"whole_rows": whole_rows, "pairs": self.pairs, "whole_sms": self.whole_sms}
             shape = tuning.shape(operation, expected, self.max_ctas, **options)
+            wide = shape.threads == WIDE_THREADS
+            piped = wide and not operation.endswith("_wait") and tokens > LAMPORT_TOKENS and self._ring_bytes > 0
+            threads = PIPED_THREADS if piped else shape.threads
             grid = Grid(
                 pdl=int(2 * shape.grid <= self.max_ctas),
                 send_ctas=shape.send_ctas,
                 packed=int(shape.packed),
                 receive_from=shape.receive_from,
-                warps=shape.threads // 32,
+                warps=threads // 32,
+                ring_bytes=self._ring_bytes if piped else 0,
             )
             shared = shared_record(self.cfg, self.rank, tokens)
             slices = shape.slices_log2
@@ -121,7 +151,7 @@ class LaunchCache:
                 slices = 0
             back = tuning.shape("combine", expected, self.max_ctas).slices_log2
             found = self._shapes[key] = LaunchShape(
-                shape.grid, slices, back, grid, shared, self.pairs and shape.grid > 1, shape.threads
+                shape.grid, slices, back, grid, shared, self.pairs and shape.grid > 1, threads, piped
             )
         return found
 

@@ -15,6 +15,7 @@ from cute_ep.layouts.maps.formats import BF16
 from cute_ep.layouts.maps.variants import (
     COMBINE_KERNELS,
     DISPATCH_OPERATIONS,
+    PIPED_KERNELS,
     RANK_MAJOR_SUFFIX,
     SEND_KERNELS,
     Hooks,
@@ -36,6 +37,7 @@ class RankParts:
         shared_device: whether other ranks are on the same GPU.
         pairs: whether CTAs are launched in clusters of 2, so that the few SMs that they leave to others are whole TPCs.
         whole_sms: whether there is an SM for each CTA.
+        ring_bytes: as of `load_kernels`.
         first_rank: what messages call rank 0 of the group, where it is one node of several.
     """
 
@@ -50,6 +52,7 @@ class RankParts:
     shared_device: bool = False
     pairs: bool = False
     whole_sms: bool = False
+    ring_bytes: int = 0
     first_rank: int = 0
 
 
@@ -57,8 +60,11 @@ UNENCODED = "_unencoded"
 """Ends the name of the kernel that sends rows as they are."""
 
 
-def load_kernels(cfg: EPConfig, device: torch.device, library: Library, hooks: Hooks) -> dict[str, Kernel]:
-    """All kernels that one rank of `cfg` may launch, loaded on its device, by operation.
+def load_kernels(
+    cfg: EPConfig, device: torch.device, library: Library, hooks: Hooks, ring_bytes: int = 0
+) -> dict[str, Kernel]:
+    """All kernels that one rank of `cfg` may launch, loaded on its device, by operation. ring_bytes: of shared memory
+    for the stages of PIPED_KERNELS.
 
     Raises:
         VariantMissing: a kernel is not in the library.
@@ -71,12 +77,12 @@ def load_kernels(cfg: EPConfig, device: torch.device, library: Library, hooks: H
         entries[operation] = library.find(name, arch, cfg.dispatch_format if sends else None, hooks)
         if sends and cfg.format.scale:
             entries[f"{operation}{UNENCODED}"] = library.find(name, arch, BF16.name, hooks)
-    entries |= {name: library.find(name, arch, None, hooks) for name in COMBINE_KERNELS}
+    entries |= {name: library.find(name, arch, None, hooks) for name in (*COMBINE_KERNELS, *PIPED_KERNELS)}
     with on_device(device), ExitStack() as undo:
         kernels: dict[str, Kernel] = {}
         for name, entry in entries.items():
             call = DISPATCH_CALL if name.startswith("dispatch") else COMBINE_CALL
-            kernels[name] = Kernel(entry, call)
+            kernels[name] = Kernel(entry, call, ring_bytes if name in PIPED_KERNELS else 0)
             undo.callback(kernels[name].unload)
         undo.pop_all()
     return kernels

@@ -155,18 +155,9 @@ class EntryStages:
         index, token = Divisor(_fact(rFacts, Fact.STEPS), rFacts[int(Fact.STEPS_MAGIC)]).split(number)
         return Step(rFacts, cute.local_tile(sHomes, (1,), (stage,)), token, index, self.segments)
 
-    @cute.jit
     def load(self, ctx: CombineContext, source: Int32, token: Int32, due: Boolean) -> tuple[Int32, Float32]:
-        """(row, weight) of the token's entry number `lane`; NO_ROW where it has none here."""
-        in_rank = ctx.group.max_tokens * ctx.top_k
-        index = token * ctx.top_k + ctx.lane
-        row = Int32(NO_ROW)
-        weight = Float32(0.0)
-        if due & (ctx.lane < ctx.top_k):
-            row = array(ctx.batch.row_map, Int32, ctx.ranks, in_rank)[source, index]
-            if cutlass.const_expr(self.partial):
-                weight = Float32(array(ctx.batch.weights, Float32, ctx.ranks, in_rank)[source, index])
-        return self._checked(ctx, row, weight)
+        """`load_entry`."""
+        return load_entry(ctx, source, token, due, self.partial)
 
     @cute.jit
     def fetch(self, ctx: CombineContext, span: Span, stage: Int32) -> None:
@@ -191,13 +182,30 @@ class EntryStages:
             row = shared_array(self.rows, Int32)[place]
             if cutlass.const_expr(self.partial):
                 weight = shared_array(self.weights, Float32)[place]
-        row, weight = self._checked(ctx, row, weight)
+        row, weight = _checked(ctx, row, weight, self.partial)
         return Entries(row, weight, Uint32(cute.arch.vote_ballot_sync(row >= 0)), Boolean(True))
 
-    @cute.jit
-    def _checked(self, ctx: CombineContext, row: Int32, weight: Float32) -> tuple[Int32, Float32]:
-        """In a sum a row that dispatch had no room for is row 0 with weight NaN."""
-        if cutlass.const_expr(self.partial):
-            if row >= ctx.rows.capacity:
-                row, weight = Int32(0), Float32(float("nan"))
-        return row, weight
+
+@cute.jit
+def load_entry(
+    ctx: CombineContext, source: Int32, token: Int32, due: Boolean, partial: cutlass.Constexpr
+) -> tuple[Int32, Float32]:
+    """(row, weight) of the token's entry number `lane`; NO_ROW where it has none here. partial: as in `CombineSend`."""
+    in_rank = ctx.group.max_tokens * ctx.top_k
+    index = token * ctx.top_k + ctx.lane
+    row = Int32(NO_ROW)
+    weight = Float32(0.0)
+    if due & (ctx.lane < ctx.top_k):
+        row = array(ctx.batch.row_map, Int32, ctx.ranks, in_rank)[source, index]
+        if cutlass.const_expr(partial):
+            weight = Float32(array(ctx.batch.weights, Float32, ctx.ranks, in_rank)[source, index])
+    return _checked(ctx, row, weight, partial)
+
+
+@cute.jit
+def _checked(ctx: CombineContext, row: Int32, weight: Float32, partial: cutlass.Constexpr) -> tuple[Int32, Float32]:
+    """In a sum a row that dispatch had no room for is row 0 with weight NaN."""
+    if cutlass.const_expr(partial):
+        if row >= ctx.rows.capacity:
+            row, weight = Int32(0), Float32(float("nan"))
+    return row, weight

@@ -38,7 +38,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_ep.kernels.combine.pairs import CombinePairs
+from cute_ep.kernels.combine.pipeline import CombinePipelines
 from cute_ep.kernels.combine.recv import CombineRecv
+from cute_ep.kernels.combine.ring import ALIGNMENT
 from cute_ep.kernels.combine.send import CombineSend
 from cute_ep.kernels.device.block import launch_config, shared_array
 from cute_ep.kernels.device.context import CombineContext, open_combine, peer_table
@@ -47,7 +49,7 @@ from cute_ep.kernels.device.sync import block_all, count_exit
 from cute_ep.kernels.hooks import HookFunctions, WeightReader
 from cute_ep.layouts.maps.arena import StateWord
 from cute_ep.layouts.maps.arguments import CombineArgs
-from cute_ep.layouts.maps.record import RegionMap
+from cute_ep.layouts.maps.record import RegionMap, align_up
 from cute_ep.layouts.maps.routing import NO_ROW, Phase
 
 
@@ -58,6 +60,7 @@ class Combine:
         mode: "exact", "partial" or "unweighted".
         send, receive: which halves this kernel runs.
         segments: as in `CombineSend` and `CombineRecv`.
+        piped: whether rows are sent by pipelines (`CombinePipelines`).
         hooks: the user's functions.
     """
 
@@ -68,20 +71,26 @@ class Combine:
         send: bool,
         receive: bool,
         segments: int,
+        piped: bool,
         hooks: HookFunctions,
     ) -> None:
-        self.send, self.receive = send, receive
+        self.send, self.receive, self.piped = send, receive, piped
         shared = RegionMap(alignment=16)
         self.peers = peer_table(shared)
         self.epoch, self.base = shared.add("epoch", 8, 1), shared.add("base", 8, 1)
-        self.send_role = CombineSend(mode == "partial", segments, self.epoch, shared)
         self.pairs = CombinePairs(self.epoch, self.base)
+        if not piped:
+            self.send_role = CombineSend(mode == "partial", segments, self.epoch, shared)
         self.recv_role = CombineRecv(mode, segments, WeightReader(hooks.router_weights), hooks.epilogue, shared)
-        self.shared_bytes = shared.nbytes
+        if piped:
+            roles = receive and mode != "unweighted", self.recv_role, self.pairs.compare
+            self.pipelines = CombinePipelines(mode == "partial", *roles, self.epoch, shared)
+        self.schedule = self.pipelines.schedule if piped else self.send_role.schedule
+        self.shared_bytes = align_up(shared.nbytes, ALIGNMENT) if piped else shared.nbytes
 
     @cute.jit
     def __call__(self, args: CombineArgs, grid: Int32) -> None:
-        self.kernel(args).launch(**launch_config(grid, self.shared_bytes, wide=True))
+        self.kernel(args).launch(**launch_config(grid, self.shared_bytes, wide=not self.piped, alone=self.piped))
 
     @cute.kernel
     def kernel(self, args: CombineArgs) -> None:
@@ -92,24 +101,30 @@ class Combine:
         control = control_cta(ctx.grid.send_ctas if self.send else ctx.ctas)
         ctx.acknowledge(ctx.arena.combine_consumed, rounds.received, control)
         if cutlass.const_expr(self.send):
-            self.send_role.schedule.clear_counters(ctx, control)
+            self.schedule.clear_counters(ctx, control)
         self.recv_role.tickets.open(ctx.tid)
-        alive, staggered = Boolean(True), Boolean(False)
+        alive, staggered, added_up = Boolean(True), Boolean(False), Boolean(False)
         if cutlass.const_expr(not self.send):
             alive = block_all(ctx.not_aborted())  # Lamport rows have no wait that begins with this
         if cutlass.const_expr(self.send):
             row, weight = Int32(NO_ROW), Float32(0.0)
             if ctx.cta < ctx.grid.send_ctas:
-                row, weight = self.send_role.prepare(ctx)
+                if cutlass.const_expr(self.piped):
+                    self.pipelines.prepare(ctx)
+                else:
+                    row, weight = self.send_role.prepare(ctx)
             sent, word = rounds.sent if self.receive else None, StateWord.COMBINE_SEND_EPOCH
             alive = ctx.wait_all_ranks(ctx.arena.combine_consumed, ctx.epoch - 2, Phase.COMBINE_CONSUMED, sent, word)
             if ctx.cta < ctx.grid.send_ctas and alive:
                 if ctx.cta == control:
-                    self.pairs.tell(ctx, self.send_role.schedule.round(ctx))
-                self.send_role.run(ctx, row, weight)
-                staggered = self.send_role.schedule.are_staggered(ctx)
+                    self.pairs.tell(ctx, self.schedule.round(ctx))
+                if cutlass.const_expr(self.piped):
+                    alive, added_up = self.pipelines.run(ctx), self.pipelines.adds_up(ctx)
+                else:
+                    self.send_role.run(ctx, row, weight)
+                    staggered = self.schedule.are_staggered(ctx)
         if cutlass.const_expr(self.receive):
-            if ctx.cta >= ctx.grid.receive_from and alive:
+            if ctx.cta >= ctx.grid.receive_from and alive & ~added_up:
                 receiver, receivers = ctx.cta - ctx.grid.receive_from, ctx.ctas - ctx.grid.receive_from
                 compares = (receiver == control_cta(receivers)) & (ctx.ranks > 1) & (ctx.sums.tokens > 0)
                 if compares & (ctx.warp == 0):

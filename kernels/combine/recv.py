@@ -181,7 +181,7 @@ class CombineRecv:
             rSum.fill(0.0)
             alive = self._take_slots(ctx, row_slice, slots, column, add)
             if alive & (column < row_vectors(ctx)):
-                self._finish(ctx, row_slice.token, column, rSum)
+                self.finish(ctx, row_slice.token, column, rSum)
             segment += 1
         return alive
 
@@ -199,7 +199,7 @@ class CombineRecv:
             take_each(filled, slots, partial(self._load_segments, rX, share_of), partial(self._add_segments, rSum, rX))
             for part in cutlass.range_constexpr(self.segments):
                 if column + part * SEGMENT < end:
-                    self._finish(ctx, row_slice.token, column + part * SEGMENT, rSum[None, part])
+                    self.finish(ctx, row_slice.token, column + part * SEGMENT, rSum[None, part])
 
     def _shares(
         self, ctx: CombineContext, row_slice: RowSlice, column: Int32, left: Int32, turns: int
@@ -224,7 +224,7 @@ class CombineRecv:
             accumulate(rSum[None, part], rX[None, part, turn], None)
 
     @cute.jit
-    def _finish(self, ctx: CombineContext, token: Int32, column: Int32, rSum: cute.Tensor) -> None:
+    def finish(self, ctx: CombineContext, token: Int32, column: Int32, rSum: cute.Tensor) -> None:
         """The shared expert's row, the epilogue, and the output."""
         self._add_shared(ctx, token, column, rSum)
         if cutlass.const_expr(self.epilogue is not None):
@@ -232,6 +232,11 @@ class CombineRecv:
             value = self.epilogue((token, column * VECTOR_ELEMENTS), rSum.load(), context)
             rSum.store(value)
         store_sum(ctx.sums.out, ctx.sums.out_type, rSum, Int64(token) * row_vectors(ctx) + column)
+
+    def is_plain(self, ctx: CombineContext, token: Int32) -> Boolean:
+        """Whether `finish` of a token does no more than round to bfloat16."""
+        plainly = ctx.sums.out_type == int(OutputType.BF16)
+        return plainly & ~owns_shared(ctx.shared, token) if self.epilogue is None else Boolean(False)
 
     def _add(self, rSum: cute.Tensor, weight: Float32, rX: cute.Tensor, slot: Int32) -> None:
         """Add one vector of a slot; by all lanes."""

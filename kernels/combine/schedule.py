@@ -2,9 +2,10 @@
 
 An item is a slice of a source (`slices`); the source varies fastest, beginning after the own rank, so that all links
 work at once. If rows of some source are not Lamport rows, an item is a span: neighbouring slices of a source, as many
-as the CTA has warps, which carry them together. The first item of a warp, or span of a CTA, is scheduled statically.
-For a few slices more the warps of a CTA draw its tickets. Spans, and slices where each warp has many, are scheduled
-dynamically among the CTAs that begin with the same source.
+as the CTA has warps, which carry them together; of pipelines (`pipeline`) it is always a span, of CHUNK slices. The
+first item of a warp, or span of a CTA or pipeline, is scheduled statically. For a few slices more the warps of a CTA
+draw its tickets. Spans, and slices where each warp has many, are scheduled dynamically among the CTAs, or pipelines,
+that begin with the same source.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from cute_ep.kernels.device.slices import (
     static_first,
 )
 from cute_ep.kernels.device.sync import reset_counter, take_ticket
-from cute_ep.layouts.maps.arena import COUNTERS, HeaderWord
+from cute_ep.layouts.maps.arena import CHUNK, COUNTERS, HeaderWord
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import MAX_RANKS
 
@@ -58,10 +59,13 @@ class Span:
 
 
 class CombineSchedule:
-    """The items of one launch, and the headers that tell how many there are. Slices are those of returned rows."""
+    """The items of one launch, and the headers that tell how many there are. Slices are those of returned rows.
 
-    def __init__(self, epoch: Region, shared: RegionMap) -> None:
-        self.epoch = epoch
+    piped: whether items are spans of pipelines.
+    """
+
+    def __init__(self, epoch: Region, shared: RegionMap, piped: bool = False) -> None:
+        self.epoch, self.piped = epoch, piped
         self.items = shared.add("return_items", 4, 1)
         self.spans = shared.add("return_spans", 4, 1)
         self.headers = shared.add("return_headers", 4, MAX_RANKS, len(HeaderWord))
@@ -86,9 +90,11 @@ class CombineSchedule:
                     sHeader[ctx.lane, word] = Int32(rHeader[word])
         tokens, log2 = Int32(rHeader[int(HeaderWord.TOKENS)]), Int32(rHeader[int(HeaderWord.RETURN_SLICES_LOG2)])
         spans = cute.arch.vote_any_sync(~is_lamport(tokens))
+        if cutlass.const_expr(self.piped):
+            spans = Boolean(True)
         most = Int32(cute.arch.warp_redux_sync(tokens << log2, "max"))
         if spans:
-            most = (most + ctx.warps - 1) >> highest(Uint32(ctx.warps))
+            most = (most + self._in_span(ctx) - 1) >> highest(Uint32(self._in_span(ctx)))
         items = most * ctx.ranks
         sSpans = shared_array(self.spans, Int32)
         if ctx.tid == 0:
@@ -132,7 +138,11 @@ class CombineSchedule:
         """The span of a number, without tokens from the last one on."""
         source, number = self.split(ctx, item)
         log2 = self._header(source, HeaderWord.RETURN_SLICES_LOG2)
-        return span_of(source, number, self.tokens(source), log2, row_vectors(ctx), ctx.warps)
+        return span_of(source, number, self.tokens(source), log2, row_vectors(ctx), self._in_span(ctx))
+
+    def _in_span(self, ctx: CombineContext) -> Int32:
+        """Slices of a span."""
+        return Int32(CHUNK) if self.piped else ctx.warps
 
     def is_due(self, item: Int32, source: Int32, row_slice: RowSlice) -> Boolean:
         """Whether an item exists, and its slice."""
@@ -158,7 +168,7 @@ class CombineSchedule:
         """What `next` will need, in lane 0: it comes while the warp carries a slice."""
         number = Int32(0)
         if self._are_most(ctx) & (ctx.lane == 0):
-            number = self._take(ctx, remainder(ctx.warp, COUNTERS))
+            number = self._take(ctx, _turn(ctx), remainder(ctx.warp, COUNTERS))
         return number
 
     @cute.jit
@@ -177,11 +187,29 @@ class CombineSchedule:
         """What `next_span` will need, by thread 0; turn: 0 and 1 alternately. A CTA barrier must follow."""
         sAsked = shared_array(self.asked, Int32)
         if ctx.tid == 0:
-            sAsked[turn] = self._take(ctx, Int32(0))
+            sAsked[turn] = self._take(ctx, _turn(ctx), Int32(0))
 
     def next_span(self, ctx: CombineContext, turn: Int32) -> Int32:
         """Number of a CTA's next span."""
         return self._item_of(ctx, ctx.grid.send_ctas, shared_array(self.asked, Int32)[turn])
+
+    def first_of(self, number: Int32, count: Int32) -> Int32:
+        """The first span of pipeline `number` of `count`."""
+        return static_first(self.count(), number, count, Int32(0), warps=1)
+
+    @cute.jit
+    def ask_of(self, ctx: CombineContext, number: Int32) -> Int32:
+        """What `next_of` will need, in lane 0: it comes while the pipeline carries a span."""
+        ticket = Int32(0)
+        if ctx.lane == 0:
+            turn, _ = ctx.by_ranks.split(number)
+            ticket = self._take(ctx, turn, Int32(0))
+        return ticket
+
+    def next_of(self, ctx: CombineContext, number: Int32, count: Int32, asked: Int32) -> Int32:
+        """The next span of a pipeline."""
+        turn, _ = ctx.by_ranks.split(number)
+        return item_of(count, from_lane(asked, 0), cutlass.min(ctx.ranks, count), turn)
 
     @cute.jit
     def clear_counters(self, ctx: CombineContext, cta: Int32) -> None:
@@ -193,10 +221,10 @@ class CombineSchedule:
         """Whether there are so many Lamport slices that CTAs take them from each other."""
         return self.count() > FEW_ROUNDS * item_stride(ctx.grid.send_ctas, ctx.warps)
 
-    def _take(self, ctx: CombineContext, counter: Int32) -> Int32:
-        """The next number from one of the counters that CTAs with the same turn share."""
+    def _take(self, ctx: CombineContext, turn: Int32, counter: Int32) -> Int32:
+        """The next number from one of the counters that CTAs, or pipelines, with the same turn share."""
         sEpoch = shared_array(self.epoch, Int64)
-        return take_ticket(ctx.here(ctx.arena.combine_tickets, sEpoch[0] & 1, _turn(ctx), counter))
+        return take_ticket(ctx.here(ctx.arena.combine_tickets, sEpoch[0] & 1, turn, counter))
 
     def _item_of(self, ctx: CombineContext, static: Int32, ticket: Int32) -> Int32:
         """The item of a ticket: of the CTA's source, where ranks divide `static`."""

@@ -7,10 +7,12 @@ bytes or a word at a time. What a wait polls, `poll` loads.
 | `send`           | st.relaxed.sys.global             | an arena, in which somebody may be polling        |
 | `streamed(once)` | ld.global or ld.global.cs         | expert rows, which may be the first to leave L2   |
 | `fetch`          | cp.async.cg / .ca.shared.global   | rows on their way into shared memory              |
+| `bulk`           | cp.async.bulk to shared memory    | whole rows, by one thread and without `move`      |
 | `poll`           | ld.relaxed.sys.global             | Lamport words that may be on their way            |
 
 `poll` and `streamed` are PTX: with a memory order (CopyG2ROp) combine spills 8 bytes a thread on sm_90a, and the cache
 hint of a copy atom cannot be chosen at run time (DSL 4.8.1). `send`, the store that `poll` waits for, is PTX like it.
+`bulk` is PTX since CopyBulkG2SOp takes a number of bytes that is known when it is compiled.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import TypeAlias
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32
+from cutlass import Boolean, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cute_ep.kernels.device.memory import WORDS, Share, Vectors
@@ -122,6 +124,16 @@ def _fetch(gWords: cute.Tensor, sWords: cute.Tensor, inside: Boolean | bool) -> 
     cute.arch.inline_ptx(
         f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {nbytes}, {{$r2}};",
         read_only_args=[sWords.iterator.toint(), gWords.iterator.toint(), size],
+    )
+
+
+def bulk(address: Int64, offset: Int32, nbytes: Int32, barrier: cute.Pointer) -> None:
+    """Begin to copy bytes, a multiple of 16, to a byte of dynamic shared memory, and tell a barrier that expects them.
+    By one thread."""
+    place = cute.arch.get_dyn_smem(Uint8, alignment=VECTOR_BYTES) + offset
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[place.toint(), address, nbytes, barrier.toint()],
     )
 
 

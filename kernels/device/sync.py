@@ -1,5 +1,6 @@
 """The vocabulary of synchronisation: every signal, wait and kernel exit in this package is one of these (the
-last two are `atoms`, with waits in `lamport`).
+last two are `atoms`, with waits in `lamport`), but what warps of a CTA have among them in pipelines of combine
+(`kernels/combine/ring.py`, `consume.py`).
 
 Flags are 64-bit epochs that only grow, stored by exactly one rank and never reset, so a wait is `flag >= epoch`. LL
 words (the name is NCCL's) carry a 32-bit value below the low 32 bits of its epoch, in one 64-bit store: the value needs

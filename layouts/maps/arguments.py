@@ -113,6 +113,7 @@ class Grid(NamedTuple):
         packed: 1 for CTA numbers of `packed_cta`, 0 for those of the blocks.
         receive_from: CTAs from it on receive.
         warps: of a CTA; dispatch's always have WARPS.
+        ring_bytes: of shared memory for the stages of pipelines.
     """
 
     pdl: Size
@@ -120,6 +121,7 @@ class Grid(NamedTuple):
     packed: Size
     receive_from: Size
     warps: Size
+    ring_bytes: Size
 
 
 class Ids(NamedTuple):

@@ -23,6 +23,7 @@ from cute_ep.layouts.maps.variants import (
     COUNT_KERNEL,
     DISPATCH_KERNELS,
     GATE_KERNELS,
+    PIPED_KERNELS,
     QUANTIZE_KERNEL,
     SUM_KERNEL,
     TELL_KERNEL,
@@ -37,7 +38,7 @@ Fields: TypeAlias = "tuple[int | Fields, ...]"
 Record = TypeVar("Record", bound=Fields)
 RECORDS: dict[str, type[Arguments]] = {
     **dict.fromkeys(DISPATCH_KERNELS, DispatchArgs),
-    **dict.fromkeys(COMBINE_KERNELS, CombineArgs),
+    **dict.fromkeys((*COMBINE_KERNELS, *PIPED_KERNELS), CombineArgs),
     COUNT_KERNEL: CountArgs,
     TELL_KERNEL: TellArgs,
     SUM_KERNEL: SumArgs,

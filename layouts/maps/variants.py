@@ -26,6 +26,16 @@ COMBINE_KERNELS = (
     *(f"{name}_{mode}" for mode in COMBINE_MODES for name in ("combine", "combine_wait")),
 )
 """An unweighted combine sends what an exact one sends."""
+PIPED_SUFFIX = "_piped"
+PIPED_KERNELS = tuple(f"{name}{PIPED_SUFFIX}" for name in COMBINE_KERNELS if "_wait" not in name)
+"""The same for CTAs that take an SM each, and many tokens: rows come through shared memory."""
+
+
+def combine_mode(kernel: str) -> str:
+    """The mode of a kernel of combine, by name."""
+    return kernel.removesuffix(PIPED_SUFFIX).rpartition("_")[2]
+
+
 QUANTIZE_KERNEL = "quantize"
 SWIGLU_KERNELS = ("swiglu", "swiglu_interleaved")
 """silu(gate) * up, and its clamped form with up + 1, without a bias."""
@@ -52,9 +62,16 @@ MAIL_KERNELS = (
     "signal_mail",
 )
 """Kernels around the exchange between nodes."""
-HOOKED_KERNELS = ("combine_exact", "combine_wait_exact", "combine_partial", "combine_wait_partial")
+HOOKED_KERNELS = (
+    "combine_exact",
+    "combine_exact_piped",
+    "combine_wait_exact",
+    "combine_partial",
+    "combine_partial_piped",
+    "combine_wait_partial",
+)
 """Kernels that sum, and so call the epilogue."""
-WEIGHING_KERNELS = ("combine_exact", "combine_wait_exact")
+WEIGHING_KERNELS = ("combine_exact", "combine_exact_piped", "combine_wait_exact")
 """Those that multiply by the router weights of the caller: partial sums use the ones that travelled."""
 
 
@@ -146,7 +163,13 @@ def variants(
     archs: tuple[str, ...] = ARCHITECTURES, formats: tuple[str, ...] = tuple(FORMATS), hooks: Hooks = NO_HOOKS
 ) -> list[Variant]:
     """Every kernel for the given targets; with hooks, those that call them."""
-    kernels: tuple[str, ...] = (*DISPATCH_KERNELS, *COMBINE_KERNELS, *LOCAL_KERNELS, *MAIL_KERNELS)
+    kernels: tuple[str, ...] = (
+        *DISPATCH_KERNELS,
+        *COMBINE_KERNELS,
+        *PIPED_KERNELS,
+        *LOCAL_KERNELS,
+        *MAIL_KERNELS,
+    )
     if hooks != NO_HOOKS:
         kernels = tuple(kernel for kernel in kernels if hooks.of_kernel(kernel) != NO_HOOKS)
     return [

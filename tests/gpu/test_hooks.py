@@ -8,6 +8,7 @@ import torch
 from cute_ep import Hooks, reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.verify import expert_rows
 from cute_ep.testing.workloads import make_inputs
@@ -47,12 +48,13 @@ def combined(communicators, rows, batches, data, mode: str, split: bool) -> list
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("mode", ["exact", "partial"])
 @pytest.mark.parametrize("hooks", [RESIDUAL, SCALE], ids=["residual_add", "scale"])
-def test_epilogues(devices: list[str], hooks: Hooks, mode: str, split: bool) -> None:
-    cfg = EPConfig(2048, 32, 4, 77, len(devices), "bf16", 20)
-    inputs = make_inputs(cfg, [77] * len(devices), "uniform", 5)
-    with connected(cfg, devices, hooks=hooks) as communicators:
+@pytest.mark.parametrize(("tokens", "sms"), [(77, None), (LAMPORT_TOKENS + 9, 8)], ids=["", "pipelines"])
+def test_epilogues(devices: list[str], tokens: int, sms: int | None, hooks: Hooks, mode: str, split: bool) -> None:
+    cfg = EPConfig(2048, 32, 4, tokens, len(devices), "bf16", 20)
+    inputs = make_inputs(cfg, [tokens] * len(devices), "uniform", 5)
+    with connected(cfg, devices, hooks=hooks, sms=sms) as communicators:
         batches, rows = dispatched_rows(cfg, communicators, inputs)
-        residuals = [torch.randn(77, 2048, device=c.device).bfloat16() for c in communicators]
+        residuals = [torch.randn(tokens, 2048, device=c.device).bfloat16() for c in communicators]
         numbers = [torch.tensor([0.3 + rank], device=c.device) for rank, c in enumerate(communicators)]
         here = communicators[0].device
         moved = [on_device(b, here) for b in batches]

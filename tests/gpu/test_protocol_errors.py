@@ -126,15 +126,17 @@ def test_expert_id_out_of_range_is_reported_and_masked(bad: int, rule: str) -> N
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("tokens, half", [(16, 1), (FEW, 1), (MANY, 1), (16, 0)])
+@pytest.mark.parametrize(
+    ("tokens", "half", "sms"), [(16, 1, None), (FEW, 1, None), (MANY, 1, None), (16, 0, None), (MANY, 1, 8)]
+)
 def test_more_rows_than_the_buffers_hold_are_reported_not_written(
-    devices: list[str], tokens: int, half: int, shared: bool
+    devices: list[str], tokens: int, half: int, sms: int | None, shared: bool
 ) -> None:
     """One rank has room for half of its rows, or of its shared expert's, or for none: it alone reports that and
     publishes none, tokens that lost a row come home as NaN, all others right, and the next rounds are unharmed."""
     ranks, short = len(devices), 1
     cfg = EPConfig(1408, 8 * ranks, 4, MANY, ranks, "nvfp4", timeout_s=20, fused_shared_expert=shared)
-    with connected(cfg, devices) as communicators:
+    with connected(cfg, devices, sms=sms) as communicators:
         batch = Workload(communicators, [tokens] * ranks, "uniform", tokens)
         whole, row_map = batch.buffers[short], batch.expected[short].row_map[:, :tokens]
         room = (tokens if shared else int(batch.expected[short].num_rows)) // 2 * half

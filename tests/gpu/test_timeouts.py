@@ -113,9 +113,13 @@ def test_a_rank_stops_in_a_dispatch(tokens: int, step: str, phase: str, words: s
     ],
 )
 @pytest.mark.parametrize("mode", ["exact", "partial"])
-def test_a_rank_stops_in_a_combine(mode: str, tokens: int, begun: bool, phases: set[str], words: str) -> None:
+@pytest.mark.parametrize("sms", [None, 8], ids=["half of the SMs", "few SMs"])
+def test_a_rank_stops_in_a_combine(
+    sms: int | None, mode: str, tokens: int, begun: bool, phases: set[str], words: str
+) -> None:
+    """On few SMs pipelines wait for many tokens."""
     cfg = EPConfig(1024, 8, 2, MANY, 2, "bf16", timeout_s=1.0)
-    with connected(cfg, ["cuda:0"] * 2) as communicators:
+    with connected(cfg, ["cuda:0"] * 2, sms=sms) as communicators:
         load = Workload(communicators, [tokens] * 2, "uniform", 4)
         batches = []
         for rank, one in enumerate(communicators):

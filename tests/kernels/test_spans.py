@@ -12,17 +12,17 @@ pytest.importorskip("cutlass")
 from cutlass import Int32
 
 from cute_ep.kernels.combine.schedule import span_of
-from cute_ep.kernels.device.slices import SEGMENT, segments_of
-from cute_ep.layouts.maps.arena import MAX_SLICES
-from cute_ep.layouts.maps.launch import WARPS, WIDE_THREADS, WIDE_WARPS
+from cute_ep.kernels.device.slices import SEGMENT, item_of, segments_of, static_first
+from cute_ep.layouts.maps.arena import CHUNK, MAX_SLICES
+from cute_ep.layouts.maps.launch import PIPELINES, WARPS, WIDE_THREADS, WIDE_WARPS
 from cute_ep.layouts.maps.routing import MAX_TOP_K
 
 from .host import run_map
 
 
-@pytest.mark.parametrize("warps", [WARPS, WIDE_WARPS])
+@pytest.mark.parametrize("warps", sorted({WARPS, WIDE_WARPS, CHUNK}))
 def test_spans_have_every_segment_of_every_token_once(warps: int) -> None:
-    """And spans beyond the last one have no tokens."""
+    """And spans beyond the last one have no tokens. Those of pipelines are chunks."""
     cases = list(product(range(MAX_SLICES.bit_length()), (0, 1, 15, 33, 64), (1, 40, 28 * SEGMENT, 8192)))
     counts = [-(-(tokens << log2) // warps) + 3 for log2, tokens, _ in cases]
     given = [(number, *case) for case, count in zip(cases, counts, strict=True) for number in range(count)]
@@ -39,6 +39,30 @@ def test_spans_have_every_segment_of_every_token_once(warps: int) -> None:
             assert 0 <= covered <= warps
             taken[token : token + covered, first:last] += int(covered > 0)
         assert (taken == 1).all(), (tokens, vectors)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("ctas", [1, 2, 5, 24])
+def test_pipelines_have_every_span_once(ctas: int, ranks: int) -> None:
+    """One each, of which one may have none; then those of tickets, which pipelines with the same turn share."""
+    pipelines = ctas * PIPELINES
+    turns = min(ranks, pipelines)
+    for spans in (0, 1, pipelines - 1, pipelines, pipelines + 1, 3 * pipelines + 2):
+
+        def first(number, count, spans=spans):
+            return Int32(static_first(Int32(spans), number, count, Int32(0), warps=1))
+
+        def drawn(ticket, turn):
+            return Int32(item_of(Int32(pipelines), ticket, Int32(turns), turn))
+
+        given = np.arange(pipelines, dtype=np.int32), np.full(pipelines, pipelines, np.int32)
+        (own,) = run_map(first, *given)
+        tickets = np.array(
+            list(product(range(spans), sorted({number % ranks for number in range(pipelines)}))), np.int32
+        )
+        more = run_map(drawn, *tickets.T)[0].view(np.int32).tolist() if spans else []
+        found = [item for item in [*own.view(np.int32).tolist(), *more] if item < spans]
+        assert sorted(found) == list(range(spans)), spans
 
 
 def test_entries_of_a_span_are_a_word_a_thread() -> None:

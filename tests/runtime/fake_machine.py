@@ -46,13 +46,14 @@ class Machine(FakeDriver):
         fakes = {
             "check_gpu": lambda name, device: None,
             "find_tuning": lambda *args: None,
-            "load_kernels": lambda cfg, device, library, hooks: self.take("kernels"),
+            "load_kernels": lambda cfg, device, library, hooks, ring: self.take("kernels"),
             "unload_kernels": lambda kernels, device: self.made.remove(kernels),
             "Communicator": lambda parts, peers, release, **options: self.communicator(parts, peers, release),
             "Library": lambda folder: None,
             "load_local_kernels": lambda devices, library: None,
             "_max_ctas": lambda device, sms, ranks: 8,
             "resident_ctas": lambda device: 8,
+            "ring_bytes": lambda device, ctas, ranks: 0,
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(connection, name, fake)

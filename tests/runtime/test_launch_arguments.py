@@ -14,7 +14,7 @@ from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.parameters import numbers
 from cute_ep.layouts.maps.routing import OutputType, division_magic
 from cute_ep.layouts.maps.scales import ATOM, LINEAR, TRANSPOSED, scale_map
-from cute_ep.layouts.maps.variants import COMBINE_KERNELS, DISPATCH_OPERATIONS, NO_HOOKS, Hooks
+from cute_ep.layouts.maps.variants import COMBINE_KERNELS, DISPATCH_OPERATIONS, NO_HOOKS, PIPED_KERNELS, Hooks
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.parts import load_kernels
 from cute_ep.tuning.builtin import built_in
@@ -303,7 +303,7 @@ def test_quantised_rows_are_sent_by_the_kernels_of_bf16_which_only_move(
 @pytest.mark.usefixtures("make_rank")
 def test_bf16_rows_need_no_second_kernel_that_only_moves() -> None:
     loaded = load_kernels(BF16, torch.device("cpu"), EveryVariant(), NO_HOOKS)
-    assert set(loaded) == {*DISPATCH_OPERATIONS, *COMBINE_KERNELS}
+    assert set(loaded) == {*DISPATCH_OPERATIONS, *COMBINE_KERNELS, *PIPED_KERNELS}
 
 
 def test_a_number_as_global_scale_becomes_a_tensor(rank: Communicator, launches: Launches) -> None:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from cute_ep.layouts.maps.arena import has_whole_segments
+from cute_ep.api.config import EPConfig
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, has_whole_segments
 from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.launch import PIPED_THREADS
 from cute_ep.layouts.maps.parameters import numbers
+from cute_ep.layouts.maps.variants import COMBINE_MODES, CombineMode
 from cute_ep.runtime.communicator import Communicator
+from cute_ep.runtime.gpus import KEPT_BYTES, ring_bytes
+from cute_ep.runtime.launch_cache import LaunchCache
+from cute_ep.tuning.builtin import built_in
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
 from tests.fake_gpu import CFG, MAX_CTAS, Launch, Launches, MakeRank, expert_rows, inputs
 
@@ -158,3 +165,78 @@ def test_slots_of_partial_sums_lie_side_by_side(make_rank: MakeRank, launches: L
         given = narrow if launch.kernel.endswith("partial") else wide
         assert launch.record("arena") == tuple(numbers(given)), launch.kernel
     assert sum(kernel.endswith("partial") for kernel in launches.kernels) == 3
+
+
+RING = 200 << 10
+
+
+@pytest.mark.parametrize(
+    ("operation", "tokens", "hidden", "whole_sms", "ring_bytes", "piped"),
+    [
+        pytest.param("combine", 1025, 7168, True, RING, True, id="many tokens, an SM for each CTA"),
+        pytest.param("combine_async", 4096, 512, True, RING, True, id="its first half"),
+        pytest.param("combine_wait", 4096, 512, True, RING, False, id="its second half sends nothing"),
+        pytest.param("dispatch", 4096, 512, True, RING, False, id="dispatch"),
+        pytest.param("combine", 1024, 7168, True, RING, False, id="Lamport rows"),
+        pytest.param("combine", 0, 7168, True, RING, False, id="no tokens: others may have few"),
+        pytest.param("combine", 4096, 7168, False, RING, False, id="two CTAs on an SM"),
+        pytest.param("combine", 4096, 7184, True, RING, False, id="longer rows than consumers take"),
+        pytest.param("combine", 4096, 7168, True, 4 * 14336 - 1, False, id="no room for the least stages"),
+        pytest.param("combine", 4096, 7168, True, 0, False, id="no stages"),
+    ],
+)
+def test_combine_has_pipelines_for_many_tokens_on_few_sms(
+    operation: str, tokens: int, hidden: int, whole_sms: bool, ring_bytes: int, piped: bool
+) -> None:
+    cfg = EPConfig(hidden, 8, 2, 4096, 2)
+    cache = LaunchCache(cfg, 0, 24, {}, pairs=False, whole_sms=whole_sms, ring_bytes=ring_bytes)
+    shape = cache.shape(built_in(cfg, 24), operation, tokens)
+    assert shape.piped == piped and shape.grid.ring_bytes == piped * ring_bytes
+    assert shape.grid.warps * 32 == shape.threads and (shape.threads == PIPED_THREADS or not piped)
+
+
+@pytest.mark.parametrize(
+    ("ctas", "ranks", "stages"),
+    [
+        pytest.param(44, 1, True, id="a third of the SMs"),
+        pytest.param(45, 1, False, id="more"),
+        pytest.param(44, 2, True, id="with another rank"),
+        pytest.param(18, 4, True, id="with three"),
+        pytest.param(19, 4, False, id="more, with three"),
+    ],
+)
+def test_ctas_that_take_an_sm_each_find_a_place_beside_others(
+    monkeypatch: pytest.MonkeyPatch, ctas: int, ranks: int, stages: bool
+) -> None:
+    have = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=99 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: have)
+    assert ring_bytes(torch.device("cuda"), ctas, ranks) == ((99 << 10) - KEPT_BYTES if stages else 0)
+
+
+@pytest.mark.parametrize("mode", COMBINE_MODES)
+@pytest.mark.parametrize("split", [False, True])
+def test_pipelines_are_told_what_other_kernels_of_their_mode_are(
+    make_rank: MakeRank, launches: Launches, mode: CombineMode, split: bool
+) -> None:
+    """In particular where rows are in the arena: those of few tokens, and of second halves, come by other kernels.
+    Calls are alike, so that the second of each is a repeat."""
+    cfg = EPConfig(128, 8, 4, LAMPORT_TOKENS + 1, 2)
+    rank = make_rank(cfg, few=True)
+    for tokens in (LAMPORT_TOKENS + 1, LAMPORT_TOKENS):
+        given = torch.zeros(tokens, 128).bfloat16(), torch.zeros(tokens, 4, dtype=torch.int32), torch.ones(tokens, 4)
+        batch = rank.dispatch(*given)
+        for _ in range(2):
+            if split:
+                rank.combine_wait(rank.combine_async(expert_rows(batch), batch, mode=mode))
+            else:
+                rank.combine(expert_rows(batch), batch, mode=mode)
+    sent = [one for one in launches if one.kernel.startswith("combine") and "_wait" not in one.kernel]
+    name = f"combine{'_async' * split}_{mode if mode == 'partial' or not split else 'exact'}"
+    assert [one.kernel for one in sent] == [f"{name}_piped"] * 2 + [name] * 2
+    arenas = {
+        tuple(sorted((key, value) for key, value in one.arguments.items() if key.startswith("arena.")))
+        for one in launches
+        if one.kernel.startswith("combine")
+    }
+    assert len(arenas) == 1
+    assert [one.arguments["grid.ring_bytes"] > 0 for one in sent] == [True, True, False, False]

@@ -1,0 +1,162 @@
+"""A consumer warp of a pipeline: it takes the same segments of every row that comes through the ring.
+
+    a consumer's part   (lane, (word, segment))     (32, (4, CONSUMER_SEGMENTS)) : (4, (1, 128))    words of 4 bytes
+
+It adds the rows of a token up, or sends each on. Behind a span it counts that it has stored its part. The count is an
+atomic that releases what the warp has stored, and acquires what the others have, so that the last one to count signals
+the flags behind all of it. Each stage has a count of its own: one consumer may be at the next span's end before another
+is at this one's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+
+from cute_ep.kernels.combine.recv import CombineRecv
+from cute_ep.kernels.combine.ring import Header, Mark, Ring, header_of
+from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, opaque, round_vector
+from cute_ep.kernels.device.atoms import move, plain, send
+from cute_ep.kernels.device.block import shared_array, shared_share
+from cute_ep.kernels.device.context import CombineContext
+from cute_ep.kernels.device.memory import WORDS, Share, part_at, row_address, row_at, share
+from cute_ep.kernels.device.slices import SEGMENT, from_lane
+from cute_ep.kernels.device.sync import signal
+from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.launch import CONSUMER_SEGMENTS, CONSUMERS, MOST_STAGES, PIPELINES
+from cute_ep.layouts.maps.record import Region, RegionMap
+
+FLAG_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a lane has of the row in a stage: the byte of shared memory at which it begins, the stage, and the row's
+    vector there, from which on there are `left`."""
+
+    place: Int32
+    stage: Int32
+    column: Int32
+    left: Int32
+
+
+class Consumer:
+    """partial, adds, recv: as of `Producer`."""
+
+    def __init__(
+        self, partial: bool, adds: bool, recv: CombineRecv, epoch: Region, ring: Ring, shared: RegionMap
+    ) -> None:
+        self.partial, self.adds, self.recv, self.epoch, self.ring = partial, adds, recv, epoch, ring
+        self.stored = shared.add("ring_stored", 4, PIPELINES * MOST_STAGES)
+
+    @cute.jit
+    def prepare(self, ctx: CombineContext) -> None:
+        """A CTA barrier must follow."""
+        sStored = shared_array(self.stored, Int32)
+        if ctx.tid < PIPELINES * MOST_STAGES:
+            sStored[ctx.tid] = Int32(0)
+
+    @cute.jit
+    def run(self, ctx: CombineContext, pipeline: Int32, number: Int32) -> None:
+        """By consumer `number` of a pipeline."""
+        rHeader = cute.make_rmem_tensor(WORDS, Uint32)
+        rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, CONSUMER_SEGMENTS), Float32)
+        rSum.fill(0.0)
+        column = number * (CONSUMER_SEGMENTS * SEGMENT) + ctx.lane
+        first, part = self.ring.first(pipeline), opaque(self.ring.begin(ctx, pipeline) + column * VECTOR_BYTES)
+        stages, row_bytes = self.ring.stages(ctx), self.ring.row_bytes(ctx)
+        place, stage, phase, marks = part, first, Int32(0), Int32(0)
+        while marks & int(Mark.STOP) == 0:
+            self.ring.take(stage, phase, rHeader)
+            header = header_of(rHeader)
+            marks = header.marks
+            if header.has(Mark.ROW | Mark.LAST):
+                self._take(ctx, Part(place, stage, column, header.number - column), header, rSum)
+            else:
+                self._end_span(ctx, stage, header)
+                self.ring.leave(ctx, stage)
+            place, stage = place + row_bytes, stage + 1
+            if stage == first + stages:
+                place, stage, phase = part, first, phase ^ 1
+
+    @cute.jit
+    def _take(self, ctx: CombineContext, tPart: Part, header: Header, rSum: cute.Tensor) -> None:
+        """Add a row to the token's sum, or send it on; after the last row send the sum home, or finish it."""
+        if header.has(Mark.OUT):
+            if cutlass.const_expr(self.adds):
+                if header.has(Mark.ROW):
+                    self._add(ctx, tPart, None if self.partial else header.weight, rSum)
+                else:
+                    self.ring.leave(ctx, tPart.stage)
+                if header.has(Mark.LAST):
+                    self._finish(ctx, tPart, Int32(header.home), rSum)
+        elif cutlass.const_expr(self.partial):
+            self._add(ctx, tPart, header.weight, rSum)
+            if header.has(Mark.LAST):
+                self._round(send, tPart, header.home, rSum)
+        else:
+            self._send_row(ctx, tPart, header)
+
+    @cute.jit
+    def _add(self, ctx: CombineContext, tPart: Part, weight: Float32 | None, rSum: cute.Tensor) -> None:
+        rX = cute.make_rmem_tensor((WORDS, CONSUMER_SEGMENTS), Uint32)
+        move(plain, self._row(tPart), rX)
+        self.ring.leave(ctx, tPart.stage)
+        for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
+            accumulate(rSum[None, segment], rX[None, segment], weight)
+
+    @cute.jit
+    def _finish(self, ctx: CombineContext, tPart: Part, token: Int32, rSum: cute.Tensor) -> None:
+        """The sum of a token to the output."""
+        if self.recv.is_plain(ctx, token):
+            out = row_address(ctx.sums.out, token, Int64(ctx.group.hidden) * COMBINE_ITEMSIZE)
+            self._round(plain, tPart, out, rSum)
+        else:
+            for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
+                if tPart.left > segment * SEGMENT:
+                    self.recv.finish(ctx, token, tPart.column + segment * SEGMENT, rSum[None, segment])
+            rSum.fill(0.0)
+
+    @cute.jit
+    def _round(self, store: cutlass.Constexpr, tPart: Part, home: Int64, rSum: cute.Tensor) -> None:
+        """A token's sum, rounded, to a row; the next one begins with 0. Its words are never SENTINEL, since a NaN is
+        rounded to 0x7FFF."""
+        rX = cute.make_rmem_tensor((WORDS, CONSUMER_SEGMENTS), Uint32)
+        for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
+            round_vector(rSum[None, segment], rX[None, segment], BFloat16)
+        move(store, rX, self._home(tPart, home))
+        rSum.fill(0.0)
+
+    @cute.jit
+    def _send_row(self, ctx: CombineContext, tPart: Part, header: Header) -> None:
+        rX = cute.make_rmem_tensor((WORDS, CONSUMER_SEGMENTS), Uint32)
+        move(plain, self._row(tPart), rX)
+        self.ring.leave(ctx, tPart.stage)
+        if header.has(Mark.LOST):
+            rX.fill(LOST)
+        move(send, rX, self._home(tPart, header.home))
+
+    def _row(self, tPart: Part) -> Share:
+        """The lane's part of the row in the stage."""
+        return shared_share(tPart.place, 0, CONSUMER_SEGMENTS, tPart.left)
+
+    def _home(self, tPart: Part, home: Int64) -> Share:
+        """The lane's part of a row in memory."""
+        return share(row_at(part_at(home, tPart.column * VECTOR_BYTES), tPart.left), 0, CONSUMER_SEGMENTS)
+
+    @cute.jit
+    def _end_span(self, ctx: CombineContext, stage: Int32, header: Header) -> None:
+        """Count, and if the other consumers have, too, signal the flags of the span, which stand side by side."""
+        sStored, sEpoch = shared_array(self.stored, Int32), shared_array(self.epoch, Int64)
+        cute.arch.sync_warp()
+        before = Int32(0)
+        if ctx.lane == 0:
+            before = cute.arch.atomic_add(sStored.iterator + stage, Int32(1), sem="acq_rel", scope="cta")
+        cute.arch.sync_warp()
+        last = (from_lane(before, 0) + 1) % CONSUMERS == 0
+        if last & (ctx.lane < header.number):
+            signal(row_address(header.home, ctx.lane, FLAG_BYTES), sEpoch[0])

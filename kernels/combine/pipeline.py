@@ -1,0 +1,67 @@
+"""The sending role of a CTA that has an SM for itself, and many tokens: rows come through shared memory, ahead of the
+warps that use them, so that an SM has as many bytes on their way as fit into it.
+
+The CTA has PIPELINES, each of which carries spans of its own (`schedule`): a producer warp, a ring of stages and
+consumer warps (`produce`, `ring`, `consume`). The producer has each row of a span copied into a stage (`bulk`), and
+each consumer takes its segments of every row from there. After its last span a pipeline also adds up what comes home,
+through the same ring, where all CTAs send and receive.
+
+Why it ends: a producer waits for its consumers, and these for the producer only, until the spans are sent. Then it also
+waits for flags of peers, which their pipelines signal without waiting for anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cutlass.cute as cute
+from cutlass import Boolean
+
+from cute_ep.kernels.combine.consume import Consumer
+from cute_ep.kernels.combine.produce import Producer
+from cute_ep.kernels.combine.recv import CombineRecv
+from cute_ep.kernels.combine.ring import Ring
+from cute_ep.kernels.combine.schedule import CombineSchedule
+from cute_ep.kernels.device.context import CombineContext
+from cute_ep.kernels.device.divide import quotient, remainder
+from cute_ep.layouts.maps.launch import PIPELINE_WARPS
+from cute_ep.layouts.maps.record import Region, RegionMap
+
+
+class CombinePipelines:
+    """In the place of `CombineSend`; arguments as of `Producer`."""
+
+    def __init__(
+        self,
+        partial: bool,
+        adds: bool,
+        recv: CombineRecv,
+        compare: Callable[[CombineContext], Boolean],
+        epoch: Region,
+        shared: RegionMap,
+    ) -> None:
+        self.schedule, self.ring = CombineSchedule(epoch, shared, piped=True), Ring(shared)
+        self.producer = Producer(partial, adds, recv, compare, epoch, self.schedule, self.ring)
+        self.consumer = Consumer(partial, adds, recv, epoch, self.ring, shared)
+
+    @cute.jit
+    def prepare(self, ctx: CombineContext) -> None:
+        """A CTA barrier must follow before `run`."""
+        self.schedule.open(ctx)
+        self.ring.prepare(ctx)
+        self.consumer.prepare(ctx)
+
+    @cute.jit
+    def run(self, ctx: CombineContext) -> Boolean:
+        """By all warps of a sending CTA, after the wait for `combine_consumed`. False after a timeout."""
+        alive = Boolean(True)
+        pipeline, number = quotient(ctx.warp, PIPELINE_WARPS), remainder(ctx.warp, PIPELINE_WARPS)
+        if number == 0:
+            alive = self.producer.run(ctx, pipeline)
+        else:
+            self.consumer.run(ctx, pipeline, number - 1)
+        return alive
+
+    def adds_up(self, ctx: CombineContext) -> Boolean:
+        """Whether `run` has also added up what came home."""
+        return self.producer.adds_up(ctx)

@@ -1,0 +1,158 @@
+"""Where rows wait in shared memory: a ring of stages, which one warp fills and others empty.
+
+    stages            (pipeline, stage, vector)     (PIPELINES, S, V) : (S V, V, 1)     V vectors of a row
+    headers           (pipeline, stage, word)       (PIPELINES, MOST_STAGES, 4) : (4 MOST_STAGES, 4, 1)
+
+    producer                                        consumers
+    wait empty[stage]                        <---   arrive at empty[stage], each, when it has read the row
+    header, expect full[stage], copy         --->   wait full[stage]: the header is there, and all bytes
+
+The two barriers of a stage alternate, so neither side gets more than a ring ahead of the other. Stages are counted
+through all pipelines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_ep.kernels.combine.schedule import row_vectors
+from cute_ep.kernels.device.atoms import bulk, move, plain
+from cute_ep.kernels.device.block import shared_array
+from cute_ep.kernels.device.context import CombineContext
+from cute_ep.kernels.device.memory import WORDS
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.launch import CONSUMERS, MOST_STAGES, PIPELINES
+from cute_ep.layouts.maps.record import Region, RegionMap, align_up
+
+ALIGNMENT = 128
+"""Of the first stage, behind all other shared memory."""
+
+
+class Mark(IntEnum):
+    """ROW: there is one. LOST: dispatch had no room for it. LAST: it is its token's, or the token has none. OUT: it has
+    come home, to be added up for the output. STOP: nothing comes any more. A header without ROW, LAST and STOP ends a
+    span."""
+
+    ROW = 1
+    LOST = 2
+    LAST = 4
+    OUT = 8
+    STOP = 16
+
+
+NUMBER_SHIFT = 5
+"""Above the marks stands a number."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is said of a stage.
+
+    Attributes:
+        home: where the row goes, or its token's sum; of one that came home its token; of a span its first flag.
+        weight: of the row.
+        marks: of `Mark`, and the row's vectors, or how many flags the span has, from NUMBER_SHIFT on.
+    """
+
+    home: Int64
+    weight: Float32
+    marks: Int32
+
+    def has(self, mark: int) -> cutlass.Boolean:
+        """Whether one of these marks is set."""
+        return self.marks & int(mark) != 0
+
+    @property
+    def number(self) -> Int32:
+        """The number beside the marks."""
+        return self.marks >> NUMBER_SHIFT
+
+
+class Ring:
+    """The rings of all pipelines of a CTA."""
+
+    def __init__(self, shared: RegionMap) -> None:
+        self.shared = shared
+        self.full = shared.add("ring_full", 8, PIPELINES * MOST_STAGES)
+        self.empty = shared.add("ring_empty", 8, PIPELINES * MOST_STAGES)
+        self.headers = shared.add("ring_headers", 4, PIPELINES * MOST_STAGES, WORDS)
+
+    @cute.jit
+    def prepare(self, ctx: CombineContext) -> None:
+        """Begin with empty stages. A CTA barrier must follow."""
+        if ctx.tid < PIPELINES * MOST_STAGES:
+            cute.arch.mbarrier_init(self._barrier(self.full, ctx.tid), 1)
+            cute.arch.mbarrier_init(self._barrier(self.empty, ctx.tid), CONSUMERS)
+            cute.arch.mbarrier_init_fence()
+
+    def stages(self, ctx: CombineContext) -> Int32:
+        """Stages of a pipeline."""
+        fit = Int32(Uint32(ctx.grid.ring_bytes) // Uint32(PIPELINES * self.row_bytes(ctx)))
+        return cutlass.min(fit, Int32(MOST_STAGES))
+
+    def row_bytes(self, ctx: CombineContext) -> Int32:
+        """From stage to stage."""
+        return row_vectors(ctx) * VECTOR_BYTES
+
+    def first(self, pipeline: Int32) -> Int32:
+        """The first stage of a pipeline."""
+        return pipeline * MOST_STAGES
+
+    def begin(self, ctx: CombineContext, pipeline: Int32) -> Int32:
+        """The byte of shared memory at which that begins."""
+        return align_up(self.shared.nbytes, ALIGNMENT) + pipeline * self.stages(ctx) * self.row_bytes(ctx)
+
+    @cute.jit
+    def put(
+        self,
+        ctx: CombineContext,
+        pipeline: Int32,
+        stage: Int32,
+        phase: Int32,
+        header: Header,
+        row: Int64,
+        nbytes: Int32,
+    ) -> tuple[Int32, Int32]:
+        """Put a header, and so many bytes of a row, into a stage, once it is empty; by the producer. Returns the next
+        stage, and its phase, which begins with 1."""
+        cute.arch.mbarrier_wait(self._barrier(self.empty, stage), phase)
+        cute.arch.sync_warp()  # or a lane that is late would miss that phase
+        full, first = self._barrier(self.full, stage), self.first(pipeline)
+        if ctx.lane == 0:
+            rHeader = cute.make_rmem_tensor(WORDS, Uint32)
+            rHeader[0], rHeader[1] = Uint32(header.home), Uint32(header.home >> 32)
+            rHeader[2], rHeader[3] = header.weight.bitcast(Uint32), Uint32(header.marks)
+            move(plain, [rHeader], [shared_array(self.headers, Uint32)[stage, None]])
+            cute.arch.mbarrier_arrive_and_expect_tx(full, nbytes)
+            if nbytes > 0:
+                bulk(row, self.begin(ctx, pipeline) + (stage - first) * self.row_bytes(ctx), nbytes, full)
+        last = stage + 1 == first + self.stages(ctx)
+        return cutlass.select_(last, first, stage + 1), phase ^ Int32(last)
+
+    @cute.jit
+    def take(self, stage: Int32, phase: Int32, rHeader: cute.Tensor) -> None:
+        """Wait until a stage is full, and read its header, which `header_of` understands; by a consumer. Its phase
+        begins with 0."""
+        cute.arch.mbarrier_wait(self._barrier(self.full, stage), phase)
+        move(plain, [shared_array(self.headers, Uint32)[stage, None]], [rHeader])
+
+    @cute.jit
+    def leave(self, ctx: CombineContext, stage: Int32) -> None:
+        """The consumer, a warp, has read what is in a stage."""
+        cute.arch.sync_warp()
+        if ctx.lane == 0:
+            cute.arch.mbarrier_arrive(self._barrier(self.empty, stage))
+
+    def _barrier(self, region: Region, stage: Int32) -> cute.Pointer:
+        return shared_array(region, Int64).iterator + stage
+
+
+def header_of(rHeader: cute.Tensor) -> Header:
+    """What `Ring.take` has read."""
+    home = (Int64(rHeader[1]) << 32) | Int64(rHeader[0])
+    return Header(home, rHeader[2].bitcast(Float32), Int32(rHeader[3]))

@@ -1,0 +1,63 @@
+"""The PTX of kernels: the words of the protocol, and launch bounds."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_ep.layouts.maps.launch import CTAS_PER_SM, PIPED_THREADS, THREADS
+from cute_ep.layouts.maps.variants import COMBINE_KERNELS, PIPED_KERNELS, Variant
+
+
+def _ptx(variant: Variant) -> str:
+    from cute_ep.kernels.build import compile_variant
+
+    return compile_variant(variant).ptx
+
+
+def ptx_of(variant: Variant) -> str:
+    """PTX of a variant, compiled in a process of its own: the DSL keeps state."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_ptx, variant).result()
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_ptx_says_what_the_protocol_says(arch: str) -> None:
+    """The vocabulary of `kernels/device/sync.py`, and launch bounds that make the driver refuse anything larger."""
+    ptx = ptx_of(Variant("dispatch", arch, "bf16"))
+    for instruction in (
+        r"st\.release\.sys\S*\.b64",
+        r"ld\.acquire\.sys\S*\.b64",
+        r"st\.relaxed\.sys\S*\.b64",
+        r"ld\.relaxed\.sys\S*\.b64",
+        r"st\.relaxed\.sys\.global\.v4\.b32",
+        r"ld\.relaxed\.sys\.global\.v4\.b32",
+        r"fence\.acq_rel\.gpu",
+        r"atom\.global\.add\.u32",
+        r"bar(rier)?\.(cta\.)?red\.and",
+        r"vote\.sync\.all",
+        r"bar\.warp\.sync",
+        rf"\.reqntid {THREADS}\b",
+        rf"\.minnctapersm {CTAS_PER_SM}\b",
+    ):
+        assert re.search(instruction, ptx), instruction
+    assert not re.search(r"ld\.global\.nc", ptx)
+
+
+@pytest.mark.parametrize("kernel", COMBINE_KERNELS)
+def test_combine_may_be_launched_with_ctas_that_fill_an_sm(kernel: str) -> None:
+    """And is short of no register then: `test_machine_code.py` counts them."""
+    ptx = ptx_of(Variant(kernel, "sm_90a", None))
+    assert re.search(rf"\.maxntid {CTAS_PER_SM * THREADS}\b", ptx) and not re.search(r"\.reqntid", ptx)
+    assert re.search(r"\.minnctapersm 1\b", ptx)
+
+
+@pytest.mark.parametrize("kernel", PIPED_KERNELS)
+def test_a_piped_kernel_has_the_registers_of_an_sm(kernel: str) -> None:
+    ptx = ptx_of(Variant(kernel, "sm_90a", None))
+    assert re.search(rf"\.reqntid {PIPED_THREADS}\b", ptx) and re.search(r"\.minnctapersm 1\b", ptx)

@@ -1,0 +1,63 @@
+"""Combine of many tokens on few SMs, whose rows come through shared memory, against the reference."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from cute_ep.api.config import EPConfig
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR, RANK_MAJOR, RowOrder
+from cute_ep.testing.verify import RoundOptions, check_round
+from cute_ep.testing.workloads import make_inputs
+from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
+
+from .conftest import connected
+
+MOST = LAMPORT_TOKENS + 300
+ROUTINGS = ("uniform", "zipf", "one_expert", "masked", "one_rank", "repeated")
+COUNTS = ([MOST, MOST], [MOST, 0], [LAMPORT_TOKENS, MOST], [LAMPORT_TOKENS + 1, 3], [MOST - 7, LAMPORT_TOKENS + 17])
+"""Tokens a rank: alike, of one rank alone, Lamport rows beside others, hardly more than these."""
+PAIR = ["cuda:0"] * 2
+
+
+def config(hidden: int, top_k: int = 8, **options: object) -> EPConfig:
+    return EPConfig(hidden, 32, top_k, MOST, 2, "bf16", 20, **options)
+
+
+@pytest.mark.parametrize("sms", [1, 2, 5, 16])
+@pytest.mark.parametrize("hidden", [128, 512, 2880, 6656, 7168])
+def test_bytes_are_those_of_the_reference(hidden: int, sms: int) -> None:
+    """In all modes, fused and split, with a stage for each row length."""
+    with connected(config(hidden), PAIR, sms=sms) as communicators:
+        assert all(one._cache._ring_bytes for one in communicators), "they have pipelines"
+        for seed, (routing, split) in enumerate(product(ROUTINGS, (False, True))):
+            inputs = make_inputs(communicators[0].cfg, COUNTS[seed % len(COUNTS)], routing, seed)
+            check_round(communicators, inputs, RoundOptions(split, seed=seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("order", [EXPERT_MAJOR, RANK_MAJOR])
+def test_other_outputs_orders_and_a_shared_expert(order: RowOrder, dtype: torch.dtype) -> None:
+    cfg = config(1024, 3, row_order=order, fused_shared_expert=order == EXPERT_MAJOR)
+    with connected(cfg, PAIR, sms=4) as communicators:
+        for seed, counts in enumerate(COUNTS):
+            inputs = make_inputs(cfg, counts, "uniform", seed)
+            check_round(communicators, inputs, RoundOptions(dtype=dtype, seed=seed))
+
+
+@pytest.mark.parametrize(("senders", "slices"), [(0, 2), (0, 4), (1 / 2, 1), (3 / 4, 4)])
+def test_launch_shapes_do_not_change_bytes(senders: float, slices: int) -> None:
+    """Pipelines add up what comes home only where every CTA sends and receives."""
+    entry = Entry(MANY, 12, senders, slices, split_from=1)
+    with connected(config(2048), PAIR, sms=12, tuning=Tuning((entry,), (entry,))) as communicators:
+        for seed, counts in enumerate(COUNTS):
+            check_round(communicators, make_inputs(communicators[0].cfg, counts, "zipf", seed))
+
+
+def test_rows_that_are_too_long_for_pipelines_are_sent_without() -> None:
+    with connected(config(8192), PAIR, sms=4) as communicators:
+        assert not any(one._cache._ring_bytes for one in communicators)
+        check_round(communicators, make_inputs(communicators[0].cfg, [MOST, MOST], "uniform", 1))
