@@ -16,8 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
-from cute_ep.kernels.combine.recv import CombineRecv
-from cute_ep.kernels.combine.ring import Header, Mark, Ring, header_of
+from cute_ep.kernels.combine.ring import Header, Mark, PipelineParams, Ring, header_of
 from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, opaque, round_vector
 from cute_ep.kernels.device.atoms import move, plain, send
 from cute_ep.kernels.device.block import shared_array, shared_share
@@ -28,7 +27,7 @@ from cute_ep.kernels.device.sync import signal
 from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import CONSUMER_SEGMENTS, CONSUMERS, MOST_STAGES, PIPELINES
-from cute_ep.layouts.maps.record import Region, RegionMap
+from cute_ep.layouts.maps.record import RegionMap
 
 FLAG_BYTES = 8
 
@@ -45,12 +44,10 @@ class Part:
 
 
 class Consumer:
-    """partial, adds, recv: as of `Producer`."""
+    """params, ring: of its `CombinePipelines`."""
 
-    def __init__(
-        self, partial: bool, adds: bool, recv: CombineRecv, epoch: Region, ring: Ring, shared: RegionMap
-    ) -> None:
-        self.partial, self.adds, self.recv, self.epoch, self.ring = partial, adds, recv, epoch, ring
+    def __init__(self, params: PipelineParams, ring: Ring, shared: RegionMap) -> None:
+        self.params, self.ring = params, ring
         self.stored = shared.add("ring_stored", 4, PIPELINES * MOST_STAGES)
 
     @cute.jit
@@ -87,14 +84,14 @@ class Consumer:
     def _take(self, ctx: CombineContext, tPart: Part, header: Header, rSum: cute.Tensor) -> None:
         """Add a row to the token's sum, or send it on; after the last row send the sum home, or finish it."""
         if header.has(Mark.OUT):
-            if cutlass.const_expr(self.adds):
+            if cutlass.const_expr(self.params.adds):
                 if header.has(Mark.ROW):
-                    self._add(ctx, tPart, None if self.partial else header.weight, rSum)
+                    self._add(ctx, tPart, None if self.params.partial else header.weight, rSum)
                 else:
                     self.ring.leave(ctx, tPart.stage)
                 if header.has(Mark.LAST):
                     self._finish(ctx, tPart, Int32(header.home), rSum)
-        elif cutlass.const_expr(self.partial):
+        elif cutlass.const_expr(self.params.partial):
             self._add(ctx, tPart, header.weight, rSum)
             if header.has(Mark.LAST):
                 self._round(send, tPart, header.home, rSum)
@@ -112,13 +109,13 @@ class Consumer:
     @cute.jit
     def _finish(self, ctx: CombineContext, tPart: Part, token: Int32, rSum: cute.Tensor) -> None:
         """The sum of a token to the output."""
-        if self.recv.is_plain(ctx, token):
+        if self.params.recv.is_plain(ctx, token):
             out = row_address(ctx.sums.out, token, Int64(ctx.group.hidden) * COMBINE_ITEMSIZE)
             self._round(plain, tPart, out, rSum)
         else:
             for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
                 if tPart.left > segment * SEGMENT:
-                    self.recv.finish(ctx, token, tPart.column + segment * SEGMENT, rSum[None, segment])
+                    self.params.recv.finish(ctx, token, tPart.column + segment * SEGMENT, rSum[None, segment])
             rSum.fill(0.0)
 
     @cute.jit
@@ -142,7 +139,7 @@ class Consumer:
 
     def _row(self, tPart: Part) -> Share:
         """The lane's part of the row in the stage."""
-        return shared_share(tPart.place, 0, CONSUMER_SEGMENTS, tPart.left)
+        return shared_share(tPart.place, CONSUMER_SEGMENTS, tPart.left)
 
     def _home(self, tPart: Part, home: Int64) -> Share:
         """The lane's part of a row in memory."""
@@ -151,7 +148,7 @@ class Consumer:
     @cute.jit
     def _end_span(self, ctx: CombineContext, stage: Int32, header: Header) -> None:
         """Count, and if the other consumers have, too, signal the flags of the span, which stand side by side."""
-        sStored, sEpoch = shared_array(self.stored, Int32), shared_array(self.epoch, Int64)
+        sStored, sEpoch = shared_array(self.stored, Int32), shared_array(self.params.epoch, Int64)
         cute.arch.sync_warp()
         before = Int32(0)
         if ctx.lane == 0:

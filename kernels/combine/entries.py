@@ -155,10 +155,6 @@ class EntryStages:
         index, token = Divisor(_fact(rFacts, Fact.STEPS), rFacts[int(Fact.STEPS_MAGIC)]).split(number)
         return Step(rFacts, cute.local_tile(sHomes, (1,), (stage,)), token, index, self.segments)
 
-    def load(self, ctx: CombineContext, source: Int32, token: Int32, due: Boolean) -> tuple[Int32, Float32]:
-        """`load_entry`."""
-        return load_entry(ctx, source, token, due, self.partial)
-
     @cute.jit
     def fetch(self, ctx: CombineContext, span: Span, stage: Int32) -> None:
         """Begin to copy the entries of a span into a stage, a word of each array a thread: a span has at most a token a

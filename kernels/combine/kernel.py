@@ -40,7 +40,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_ep.kernels.combine.pairs import CombinePairs
 from cute_ep.kernels.combine.pipeline import CombinePipelines
 from cute_ep.kernels.combine.recv import CombineRecv
-from cute_ep.kernels.combine.ring import ALIGNMENT
+from cute_ep.kernels.combine.ring import ALIGNMENT, PipelineParams
 from cute_ep.kernels.combine.send import CombineSend
 from cute_ep.kernels.device.block import launch_config, shared_array
 from cute_ep.kernels.device.context import CombineContext, open_combine, peer_table
@@ -49,6 +49,7 @@ from cute_ep.kernels.device.sync import block_all, count_exit
 from cute_ep.kernels.hooks import HookFunctions, WeightReader
 from cute_ep.layouts.maps.arena import StateWord
 from cute_ep.layouts.maps.arguments import CombineArgs
+from cute_ep.layouts.maps.launch import PIPED_THREADS, WIDE_THREADS
 from cute_ep.layouts.maps.record import RegionMap, align_up
 from cute_ep.layouts.maps.routing import NO_ROW, Phase
 
@@ -83,14 +84,17 @@ class Combine:
             self.send_role = CombineSend(mode == "partial", segments, self.epoch, shared)
         self.recv_role = CombineRecv(mode, segments, WeightReader(hooks.router_weights), hooks.epilogue, shared)
         if piped:
-            roles = receive and mode != "unweighted", self.recv_role, self.pairs.compare
-            self.pipelines = CombinePipelines(mode == "partial", *roles, self.epoch, shared)
+            adds = receive and mode != "unweighted"
+            params = PipelineParams(mode == "partial", adds, self.recv_role, self.pairs.compare, self.epoch)
+            self.pipelines = CombinePipelines(params, shared)
         self.schedule = self.pipelines.schedule if piped else self.send_role.schedule
         self.shared_bytes = align_up(shared.nbytes, ALIGNMENT) if piped else shared.nbytes
 
     @cute.jit
     def __call__(self, args: CombineArgs, grid: Int32) -> None:
-        self.kernel(args).launch(**launch_config(grid, self.shared_bytes, wide=not self.piped, alone=self.piped))
+        threads = PIPED_THREADS if self.piped else WIDE_THREADS
+        config = launch_config(grid, self.shared_bytes, threads, 1, fixed=self.piped)
+        self.kernel(args).launch(**config)
 
     @cute.kernel
     def kernel(self, args: CombineArgs) -> None:

@@ -12,37 +12,26 @@ waits for flags of peers, which their pipelines signal without waiting for anybo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import cutlass.cute as cute
 from cutlass import Boolean
 
 from cute_ep.kernels.combine.consume import Consumer
 from cute_ep.kernels.combine.produce import Producer
-from cute_ep.kernels.combine.recv import CombineRecv
-from cute_ep.kernels.combine.ring import Ring
+from cute_ep.kernels.combine.ring import PipelineParams, Ring
 from cute_ep.kernels.combine.schedule import CombineSchedule
 from cute_ep.kernels.device.context import CombineContext
 from cute_ep.kernels.device.divide import quotient, remainder
 from cute_ep.layouts.maps.launch import PIPELINE_WARPS
-from cute_ep.layouts.maps.record import Region, RegionMap
+from cute_ep.layouts.maps.record import RegionMap
 
 
 class CombinePipelines:
-    """In the place of `CombineSend`; arguments as of `Producer`."""
+    """In the place of `CombineSend`."""
 
-    def __init__(
-        self,
-        partial: bool,
-        adds: bool,
-        recv: CombineRecv,
-        compare: Callable[[CombineContext], Boolean],
-        epoch: Region,
-        shared: RegionMap,
-    ) -> None:
-        self.schedule, self.ring = CombineSchedule(epoch, shared, piped=True), Ring(shared)
-        self.producer = Producer(partial, adds, recv, compare, epoch, self.schedule, self.ring)
-        self.consumer = Consumer(partial, adds, recv, epoch, self.ring, shared)
+    def __init__(self, params: PipelineParams, shared: RegionMap) -> None:
+        self.schedule, self.ring = CombineSchedule(params.epoch, shared, piped=True), Ring(shared)
+        self.producer = Producer(params, self.schedule, self.ring)
+        self.consumer = Consumer(params, self.ring, shared)
 
     @cute.jit
     def prepare(self, ctx: CombineContext) -> None:

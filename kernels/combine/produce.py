@@ -9,15 +9,12 @@ A token without rows here is passed over: its source knows that. A row that disp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.combine.entries import load_entry
-from cute_ep.kernels.combine.recv import CombineRecv
-from cute_ep.kernels.combine.ring import NUMBER_SHIFT, Header, Mark, Ring
+from cute_ep.kernels.combine.ring import NUMBER_SHIFT, Header, Mark, PipelineParams, Ring
 from cute_ep.kernels.combine.schedule import CombineSchedule, Span, row_vectors
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext, given_id
@@ -29,26 +26,14 @@ from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
 from cute_ep.layouts.maps.arena import CHUNK, COMBINE_ITEMSIZE, chunk_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import PIPELINES
-from cute_ep.layouts.maps.record import Region
 from cute_ep.layouts.maps.routing import NO_ROW, Phase
 
 
 class Producer:
-    """partial: whether rows are added up before they go home; adds: whether pipelines may add up what comes home, as
-    `recv` does; compare: whether all of that is of one dispatch (`CombinePairs`)."""
+    """params, schedule, ring: of its `CombinePipelines`."""
 
-    def __init__(
-        self,
-        partial: bool,
-        adds: bool,
-        recv: CombineRecv,
-        compare: Callable[[CombineContext], Boolean],
-        epoch: Region,
-        schedule: CombineSchedule,
-        ring: Ring,
-    ) -> None:
-        self.partial, self.adds, self.recv, self.compare, self.epoch = partial, adds, recv, compare, epoch
-        self.schedule, self.ring = schedule, ring
+    def __init__(self, params: PipelineParams, schedule: CombineSchedule, ring: Ring) -> None:
+        self.params, self.schedule, self.ring = params, schedule, ring
 
     @cute.jit
     def run(self, ctx: CombineContext, pipeline: Int32) -> Boolean:
@@ -63,10 +48,10 @@ class Producer:
             stage, phase = self._put_end(ctx, pipeline, stage, phase, span)
             item = self.schedule.next_of(ctx, number, count, asked)
         alive = Boolean(True)
-        if cutlass.const_expr(self.adds):
+        if cutlass.const_expr(self.params.adds):
             if self.adds_up(ctx):
                 if (number == quotient(count, 2)) & (ctx.ranks > 1):
-                    alive = self.compare(ctx)
+                    alive = self.params.compare(ctx)
                 alive, stage, phase = self._put_sums(ctx, pipeline, stage, phase, number, count, alive)
         stop = Header(Int64(0), Float32(0.0), Int32(int(Mark.STOP)))
         self.ring.put(ctx, pipeline, stage, phase, stop, Int64(0), Int32(0))
@@ -75,7 +60,7 @@ class Producer:
     def adds_up(self, ctx: CombineContext) -> Boolean:
         """Whether pipelines add up what comes home: all of a launch's CTAs have them, this rank's rows are no Lamport
         rows, and the slices of a token have one flag."""
-        if not self.adds:
+        if not self.params.adds:
             return Boolean(False)
         every = (ctx.grid.send_ctas == ctx.ctas) & (ctx.grid.receive_from == 0)
         return every & ~is_lamport(ctx.sums.tokens) & (Int32(1) << ctx.sums.return_slices_log2 <= CHUNK)
@@ -87,20 +72,20 @@ class Producer:
         self, ctx: CombineContext, pipeline: Int32, stage: Int32, phase: Int32, span: Span
     ) -> tuple[Int32, Int32]:
         """All rows of a span. The next stage and its phase."""
-        sEpoch = shared_array(self.epoch, Int64)
+        sEpoch = shared_array(self.params.epoch, Int64)
         lamport = is_lamport(self.schedule.tokens(span.source))
         region = region_of(lamport, ctx.arena.lamport_returns, ctx.arena.returns)
         part = span.first * (SEGMENT * VECTOR_BYTES)
         home = part_at(ctx.there(span.source, region, sEpoch[0] & 1, span.token), part)
-        if cutlass.const_expr(self.partial):
+        if cutlass.const_expr(self.params.partial):
             home = row_address(home, ctx.rank, region.stride[2])
         data = part_at(ctx.rows.data, part)
         vectors = cutlass.min(row_vectors(ctx), span.last * SEGMENT) - span.first * SEGMENT
-        row, weight = load_entry(ctx, span.source, span.token, span.tokens > 0, self.partial)
+        row, weight = load_entry(ctx, span.source, span.token, span.tokens > 0, self.params.partial)
         for number in cutlass.range(span.tokens, unroll=1):
             # those of the next token are on their way while this one's rows are copied
             due = number + 1 < span.tokens
-            next_row, next_weight = load_entry(ctx, span.source, span.token + (number + 1), due, self.partial)
+            next_row, next_weight = load_entry(ctx, span.source, span.token + (number + 1), due, self.params.partial)
             wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
             while wanted != Uint32(0):
                 k = lowest(wanted)
@@ -108,7 +93,7 @@ class Producer:
                 found, own_weight = from_lane(row, k), from_lane(weight, k)
                 to = row_address(home, number, region.stride[1])
                 marks, nbytes = (vectors << NUMBER_SHIFT) | int(Mark.ROW), vectors * VECTOR_BYTES
-                if cutlass.const_expr(self.partial):
+                if cutlass.const_expr(self.params.partial):
                     marks = marks | cutlass.select_(wanted == Uint32(0), Int32(int(Mark.LAST)), Int32(0))
                 else:
                     to = row_address(to, k, region.stride[2])
@@ -132,7 +117,7 @@ class Producer:
         flags, flag = cutlass.select_(first < slices, Int32(1), Int32(0)), chunk_of(first)
         if is_lamport(self.schedule.tokens(span.source)):
             flags, flag = Int32(0), first
-            if cutlass.const_expr(not self.partial):
+            if cutlass.const_expr(not self.params.partial):
                 flags = cutlass.max(cutlass.min(slices - first, Int32(CHUNK)), Int32(0))
         if flags > 0:
             home = ctx.there(span.source, ctx.arena.return_ready, ctx.rank, flag)
@@ -166,7 +151,7 @@ class Producer:
             if alive:
                 cute.arch.fence_proxy("async.global")  # copies are to read what other ranks have stored
                 for one in cutlass.range(cutlass.min(run, ctx.sums.tokens - token), unroll=1):
-                    bit = Uint32(1) << Uint32(owner if self.partial else slot)
+                    bit = Uint32(1) << Uint32(owner if self.params.partial else slot)
                     bit = cutlass.select_((mine == one) & (owner >= 0), bit, Uint32(0))
                     filled = Uint32(cute.arch.warp_redux_sync(bit, "or"))
                     stage, phase = self._put_slots(
@@ -184,14 +169,14 @@ class Producer:
             expert = ctx.expert_of(given_id(ctx.ids, ctx.entries, index))
             if expert >= 0:
                 _, owner = ctx.by_local_experts.split(expert)
-            if cutlass.const_expr(not self.partial):
-                weight = self.recv.weights.read(ctx.sums.router_weights, index, ctx)
+            if cutlass.const_expr(not self.params.partial):
+                weight = self.params.recv.weights.read(ctx.sums.router_weights, index, ctx)
         return owner, weight
 
     @cute.jit
     def _await(self, ctx: CombineContext, token: Int32, owner: Int32) -> Boolean:
         """Wait for the flag of a lane's token from its rank, whose consumers signal it. False after a timeout."""
-        sEpoch = shared_array(self.epoch, Int64)
+        sEpoch = shared_array(self.params.epoch, Int64)
         arrived, log2 = Boolean(True), ctx.sums.return_slices_log2
         if owner >= 0:
             flag = ctx.here(ctx.arena.return_ready, owner, chunk_of(token << log2))
@@ -213,7 +198,7 @@ class Producer:
     ) -> tuple[Int32, Int32]:
         """The slots of a token, in ascending order, with the weights of lanes `first` and on. The next stage and its
         phase."""
-        sEpoch = shared_array(self.epoch, Int64)
+        sEpoch = shared_array(self.params.epoch, Int64)
         home = ctx.here(ctx.arena.returns, sEpoch[0] & 1, token)
         vectors = row_vectors(ctx)
         left, more = filled, Boolean(True)
@@ -225,7 +210,7 @@ class Producer:
                 left = without_lowest(left)
                 address, nbytes = row_address(home, k, ctx.arena.returns.stride[2]), vectors * VECTOR_BYTES
                 marks = marks | int(Mark.ROW)
-                if cutlass.const_expr(not self.partial):
+                if cutlass.const_expr(not self.params.partial):
                     own_weight = from_lane(weight, first + k)
             more = left != Uint32(0)
             marks = marks | cutlass.select_(more, Int32(0), Int32(int(Mark.LAST)))

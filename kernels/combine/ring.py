@@ -13,13 +13,15 @@ through all pipelines.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
+from cute_ep.kernels.combine.recv import CombineRecv
 from cute_ep.kernels.combine.schedule import row_vectors
 from cute_ep.kernels.device.atoms import bulk, move, plain
 from cute_ep.kernels.device.block import shared_array
@@ -63,7 +65,7 @@ class Header:
     weight: Float32
     marks: Int32
 
-    def has(self, mark: int) -> cutlass.Boolean:
+    def has(self, mark: int) -> Boolean:
         """Whether one of these marks is set."""
         return self.marks & int(mark) != 0
 
@@ -71,6 +73,24 @@ class Header:
     def number(self) -> Int32:
         """The number beside the marks."""
         return self.marks >> NUMBER_SHIFT
+
+
+@dataclass(frozen=True)
+class PipelineParams:
+    """What pipelines do in a kernel.
+
+    Attributes:
+        partial: whether rows are added up before they go home.
+        adds: whether pipelines may add up what comes home, as `recv` does.
+        compare: whether all of that is of one dispatch (`CombinePairs`).
+        epoch: shared memory that has the round.
+    """
+
+    partial: bool
+    adds: bool
+    recv: CombineRecv
+    compare: Callable[[CombineContext], Boolean]
+    epoch: Region
 
 
 class Ring:

@@ -168,7 +168,7 @@ class CombineSchedule:
         """What `next` will need, in lane 0: it comes while the warp carries a slice."""
         number = Int32(0)
         if self._are_most(ctx) & (ctx.lane == 0):
-            number = self._take(ctx, _turn(ctx), remainder(ctx.warp, COUNTERS))
+            number = self._take(ctx, ctx.cta, remainder(ctx.warp, COUNTERS))
         return number
 
     @cute.jit
@@ -177,7 +177,7 @@ class CombineSchedule:
         item = self.count()
         if self._are_most(ctx):
             number = from_lane(number, 0) * COUNTERS + remainder(ctx.warp, COUNTERS)
-            item = self._item_of(ctx, item_stride(ctx.grid.send_ctas, ctx.warps), number)
+            item = _item_of(ctx, ctx.cta, ctx.grid.send_ctas, item_stride(ctx.grid.send_ctas, ctx.warps), number)
         elif self.are_many(ctx):
             item = first_item(ctx.cta, ctx.grid.send_ctas, ctx.warps + self.tickets.draw(ctx.lane))
         return item
@@ -187,11 +187,11 @@ class CombineSchedule:
         """What `next_span` will need, by thread 0; turn: 0 and 1 alternately. A CTA barrier must follow."""
         sAsked = shared_array(self.asked, Int32)
         if ctx.tid == 0:
-            sAsked[turn] = self._take(ctx, _turn(ctx), Int32(0))
+            sAsked[turn] = self._take(ctx, ctx.cta, Int32(0))
 
     def next_span(self, ctx: CombineContext, turn: Int32) -> Int32:
         """Number of a CTA's next span."""
-        return self._item_of(ctx, ctx.grid.send_ctas, shared_array(self.asked, Int32)[turn])
+        return _item_of(ctx, ctx.cta, ctx.grid.send_ctas, ctx.grid.send_ctas, shared_array(self.asked, Int32)[turn])
 
     def first_of(self, number: Int32, count: Int32) -> Int32:
         """The first span of pipeline `number` of `count`."""
@@ -202,14 +202,12 @@ class CombineSchedule:
         """What `next_of` will need, in lane 0: it comes while the pipeline carries a span."""
         ticket = Int32(0)
         if ctx.lane == 0:
-            turn, _ = ctx.by_ranks.split(number)
-            ticket = self._take(ctx, turn, Int32(0))
+            ticket = self._take(ctx, number, Int32(0))
         return ticket
 
     def next_of(self, ctx: CombineContext, number: Int32, count: Int32, asked: Int32) -> Int32:
         """The next span of a pipeline."""
-        turn, _ = ctx.by_ranks.split(number)
-        return item_of(count, from_lane(asked, 0), cutlass.min(ctx.ranks, count), turn)
+        return _item_of(ctx, number, count, count, from_lane(asked, 0))
 
     @cute.jit
     def clear_counters(self, ctx: CombineContext, cta: Int32) -> None:
@@ -221,19 +219,21 @@ class CombineSchedule:
         """Whether there are so many Lamport slices that CTAs take them from each other."""
         return self.count() > FEW_ROUNDS * item_stride(ctx.grid.send_ctas, ctx.warps)
 
-    def _take(self, ctx: CombineContext, turn: Int32, counter: Int32) -> Int32:
-        """The next number from one of the counters that CTAs, or pipelines, with the same turn share."""
+    def _take(self, ctx: CombineContext, number: Int32, counter: Int32) -> Int32:
+        """The next number from one of the counters that CTAs, or pipelines, with the turn of this one share."""
         sEpoch = shared_array(self.epoch, Int64)
-        return take_ticket(ctx.here(ctx.arena.combine_tickets, sEpoch[0] & 1, turn, counter))
-
-    def _item_of(self, ctx: CombineContext, static: Int32, ticket: Int32) -> Int32:
-        """The item of a ticket: of the CTA's source, where ranks divide `static`."""
-        return item_of(static, ticket, cutlass.min(ctx.ranks, ctx.grid.send_ctas), _turn(ctx))
+        return take_ticket(ctx.here(ctx.arena.combine_tickets, sEpoch[0] & 1, _turn(ctx, number), counter))
 
 
-def _turn(ctx: CombineContext) -> Int32:
-    turn, _ = ctx.by_ranks.split(ctx.cta)
+def _turn(ctx: CombineContext, number: Int32) -> Int32:
+    """The turn of a CTA, or pipeline: which source it begins with."""
+    turn, _ = ctx.by_ranks.split(number)
     return turn
+
+
+def _item_of(ctx: CombineContext, number: Int32, count: Int32, static: Int32, ticket: Int32) -> Int32:
+    """The item of a ticket of CTA, or pipeline, `number` of `count`: of its source, where ranks divide `static`."""
+    return item_of(static, ticket, cutlass.min(ctx.ranks, count), _turn(ctx, number))
 
 
 def _first(ctx: CombineContext, items: Int32, spans: Boolean) -> Int32:

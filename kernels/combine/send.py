@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
-from cute_ep.kernels.combine.entries import STEP_TURNS, Entries, EntryStages
+from cute_ep.kernels.combine.entries import STEP_TURNS, Entries, EntryStages, load_entry
 from cute_ep.kernels.combine.schedule import CombineSchedule, row_vectors, span_of
 from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, opaque, round_vector
 from cute_ep.kernels.device.atoms import has_sentinel, move, send, streamed
@@ -59,7 +59,7 @@ class CombineSend:
         else:
             row_slice = slice_of(number, log2, row_vectors(ctx))
             due = (row_slice.token < tokens) & (row_slice.first < row_slice.last)
-            row, weight = self.entries.load(ctx, source, row_slice.token, due)
+            row, weight = load_entry(ctx, source, row_slice.token, due, self.partial)
         return row, weight
 
     @cute.jit
@@ -99,7 +99,7 @@ class CombineSend:
             row_slice = self.schedule.row_slice(ctx, source, index)
             first, last = row_slice.first, row_slice.last
             due = self.schedule.is_due(item, source, row_slice)
-            row, weight = self.entries.load(ctx, source, row_slice.token, due)
+            row, weight = load_entry(ctx, source, row_slice.token, due, self.partial)
             home = ctx.there(source, region, sEpoch[0] & 1, row_slice.token)
 
     @cute.jit

@@ -10,22 +10,23 @@ from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.divide import quotient
 from cute_ep.kernels.device.memory import LANES, WORDS, Share, row_at, share
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
-from cute_ep.layouts.maps.launch import CTAS_PER_SM, PIPED_THREADS, THREADS, WIDE_THREADS
+from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS
 from cute_ep.layouts.maps.record import Region
 from cute_ep.layouts.tiles.layout import Swizzle
 
 
-def launch_config(grid: Int32, shared_bytes: int = 0, wide: bool = False, alone: bool = False) -> dict:
-    """Keyword arguments of a kernel's launch: `grid` CTAs of THREADS threads, compiled for CTAS_PER_SM residents.
-    `wide`: of THREADS or WIDE_THREADS threads, as the host chooses; registers are the same. `alone`: of PIPED_THREADS
-    threads, which have an SM for themselves."""
-    threads = [WIDE_THREADS if wide else PIPED_THREADS if alone else THREADS, 1, 1]
+def launch_config(
+    grid: Int32, shared_bytes: int = 0, threads: int = THREADS, residents: int = CTAS_PER_SM, *, fixed: bool = True
+) -> dict:
+    """Keyword arguments of a kernel's launch: `grid` CTAs of so many threads, or at most so many unless that is
+    `fixed`, compiled for so many residents on an SM."""
+    block = [threads, 1, 1]
     return {
         "grid": [grid, 1, 1],
-        "block": threads,
-        "max_number_threads": threads if wide else [0, 0, 0],
+        "block": block,
+        "max_number_threads": [0, 0, 0] if fixed else block,
         "smem": shared_bytes,
-        "min_blocks_per_mp": 1 if alone else CTAS_PER_SM * THREADS // threads[0],
+        "min_blocks_per_mp": residents,
         "preferred_smem_carveout": 50,
     }
 
@@ -37,12 +38,11 @@ def shared_array(region: Region, dtype: type[Numeric]) -> cute.Tensor:
     return cute.make_tensor(pointer, cute.make_layout(region.shape, stride=region.stride))
 
 
-def shared_share(offset: Int32, first: Int32, turns: int, left: Int32) -> Share:
-    """`turns` vectors of a lane, a segment apart, from vector `first` on of a row at a byte of dynamic shared memory,
-    which has `left` vectors from there on."""
+def shared_share(offset: Int32, turns: int, left: Int32) -> Share:
+    """`turns` vectors of a lane, a segment apart, from a byte of dynamic shared memory on, of a row that has `left`
+    vectors from there on."""
     base = cute.arch.get_dyn_smem(Uint8, alignment=VECTOR_BYTES).toint()
-    byte = base + (offset + first * VECTOR_BYTES)
-    place = cute.make_ptr(Uint32, byte, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+    place = cute.make_ptr(Uint32, base + offset, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
     return Share(cute.make_tensor(place, cute.make_layout((WORDS, turns), stride=(1, WORDS * LANES))), left, LANES)
 
 
