@@ -18,7 +18,7 @@ from cute_ep.api.validate import check_buffers, check_input
 from cute_ep.api.validate_combine import check_batch, check_rows, check_sum
 from cute_ep.layouts.maps.arguments import Ids, Input, Output, Scales, Sums, combine_numbers, dispatch_numbers
 from cute_ep.layouts.maps.routing import Phase
-from cute_ep.layouts.maps.variants import PIPED_SUFFIX, combine_mode
+from cute_ep.layouts.maps.variants import combine_mode
 from cute_ep.runtime.arguments import (
     NO_BATCH,
     NO_IDS,
@@ -88,18 +88,7 @@ class Communicator(Launching):
         cfg, rank, device, arena = parts.cfg, parts.rank, parts.device, parts.arena
         super().__init__(parts, group)
         self.arena, self.max_ctas = arena, parts.max_ctas
-        self._kernels, self._cache = (
-            parts.kernels,
-            LaunchCache(
-                cfg,
-                rank,
-                parts.max_ctas,
-                parts.kernels,
-                pairs=parts.pairs,
-                whole_sms=parts.whole_sms,
-                ring_bytes=parts.ring_bytes,
-            ),
-        )
+        self._kernels, self._cache = parts.kernels, LaunchCache.of(parts)
         self._release = release
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
         first = parts.first_rank
@@ -287,7 +276,7 @@ class Communicator(Launching):
             shape.grid, shape.shared, ids_record(dispatched.topk_ids), returned, batch_record(dispatched), sums
         )
         tensors = (rows, result, weights, options.epilogue_data)
-        kernel = self._kernels[f"combine_{mode}{PIPED_SUFFIX if shape.piped else ''}"]
+        kernel = self._kernels[f"combine_{mode}{shape.suffix}"]
         return Call(kernel, shape, numbers, tensors, None, dispatched), result
 
     def _send_combine_again(
@@ -306,7 +295,7 @@ class Communicator(Launching):
         returned = rows_record(rows, dispatched, self.arena.address)
         numbers = combine_numbers(shape.grid, NO_SHARED, NO_IDS, returned, batch_record(dispatched), NO_SUMS)
         name = f"combine_async_{'partial' if mode == 'partial' else 'exact'}"
-        kernel = self._kernels[f"{name}{PIPED_SUFFIX if shape.piped else ''}"]
+        kernel = self._kernels[f"{name}{shape.suffix}"]
         pending, call = PendingCombine(dispatched, mode, rows), Call(kernel, shape, numbers, (rows,), None, dispatched)
         self._launch(call, self._combines.count_sent, pending)
         whole = self._whole(dispatched)

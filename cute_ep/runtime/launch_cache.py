@@ -38,8 +38,10 @@ from cute_ep.layouts.maps.launch import (
     WIDE_THREADS,
 )
 from cute_ep.layouts.maps.scales import scale_block
+from cute_ep.layouts.maps.variants import PIPED_SUFFIX
 from cute_ep.runtime.arguments import output_record, scales_record, shared_record
 from cute_ep.runtime.driver import Kernel
+from cute_ep.runtime.parts import RankParts
 from cute_ep.tuning.launch_shape import Tuning
 
 SHAPES_KEPT = 1024
@@ -61,7 +63,6 @@ class LaunchShape(NamedTuple):
         shared: the shared expert's part in so many tokens.
         pairs: the CTAs come in clusters of 2.
         threads: of a CTA.
-        piped: whether the kernel is one of PIPED_KERNELS.
     """
 
     ctas: int
@@ -71,7 +72,11 @@ class LaunchShape(NamedTuple):
     shared: SharedExpert
     pairs: bool
     threads: int
-    piped: bool = False
+
+    @property
+    def suffix(self) -> str:
+        """Behind the name of a kernel of combine: PIPED_SUFFIX where rows are sent by pipelines."""
+        return PIPED_SUFFIX if self.grid.ring_bytes else ""
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> Spans:
@@ -122,6 +127,12 @@ class LaunchCache:
         self._receivers: WeakKeyDictionary[DispatchBuffers, dict[str, Kernel]] = WeakKeyDictionary()
         self._spans: WeakKeyDictionary[DispatchBuffers, Spans] = WeakKeyDictionary()
 
+    @classmethod
+    def of(cls, parts: RankParts) -> LaunchCache:
+        """That of a rank with these parts."""
+        options = {"pairs": parts.pairs, "whole_sms": parts.whole_sms}
+        return cls(parts.cfg, parts.rank, parts.max_ctas, parts.kernels, **options, ring_bytes=parts.ring_bytes)
+
     def shape(self, tuning: Tuning, operation: str, tokens: int, *, whole_rows: bool = False) -> LaunchShape:
         """`Tuning.shape`. A rank with no tokens cannot know the others' counts, so it assumes the most."""
         if self._shapes_of is not tuning:
@@ -134,16 +145,16 @@ class LaunchCache:
             expected = tokens or self.cfg.max_tokens_per_rank
             options = {"whole_rows": whole_rows, "pairs": self.pairs, "whole_sms": self.whole_sms}
             shape = tuning.shape(operation, expected, self.max_ctas, **options)
-            wide = shape.threads == WIDE_THREADS
-            piped = wide and not operation.endswith("_wait") and tokens > LAMPORT_TOKENS and self._ring_bytes > 0
-            threads = PIPED_THREADS if piped else shape.threads
+            may_pipe = shape.threads == WIDE_THREADS and not operation.endswith("_wait") and tokens > LAMPORT_TOKENS
+            ring_bytes = self._ring_bytes if may_pipe else 0
+            threads = PIPED_THREADS if ring_bytes else shape.threads
             grid = Grid(
                 pdl=int(2 * shape.grid <= self.max_ctas),
                 send_ctas=shape.send_ctas,
                 packed=int(shape.packed),
                 receive_from=shape.receive_from,
                 warps=threads // 32,
-                ring_bytes=self._ring_bytes if piped else 0,
+                ring_bytes=ring_bytes,
             )
             shared = shared_record(self.cfg, self.rank, tokens)
             slices = shape.slices_log2
@@ -151,7 +162,7 @@ class LaunchCache:
                 slices = 0
             back = tuning.shape("combine", expected, self.max_ctas).slices_log2
             found = self._shapes[key] = LaunchShape(
-                shape.grid, slices, back, grid, shared, self.pairs and shape.grid > 1, threads, piped
+                shape.grid, slices, back, grid, shared, self.pairs and shape.grid > 1, threads
             )
         return found
 

@@ -203,7 +203,7 @@ def test_options_that_nodes_do_not_have_are_refused(monkeypatch: pytest.MonkeyPa
     hooks = connection.Hooks("a:epilogue")
     for error in collective(monkeypatch, lambda rank: connection.connect(NODES, hooks=hooks)):
         assert "must be Hooks() over 3 nodes" in str(error)
-    have = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+    have = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(gpus.torch.cuda, "get_device_properties", lambda device: have)
     assert [gpus.sms_over_nodes("cuda:0", sms) for sms in (None, 24, 124)] == [124, 24, 124]
     with pytest.raises(EPConfigError, match=r"^sms = 125: must be at most 124 over nodes, which leaves 8 of 132 SMs"):

@@ -191,7 +191,7 @@ def test_combine_has_pipelines_for_many_tokens_on_few_sms(
     cfg = EPConfig(hidden, 8, 2, 4096, 2)
     cache = LaunchCache(cfg, 0, 24, {}, pairs=False, whole_sms=whole_sms, ring_bytes=ring_bytes)
     shape = cache.shape(built_in(cfg, 24), operation, tokens)
-    assert shape.piped == piped and shape.grid.ring_bytes == piped * ring_bytes
+    assert shape.suffix == "_piped" * piped and shape.grid.ring_bytes == piped * ring_bytes
     assert shape.grid.warps * 32 == shape.threads and (shape.threads == PIPED_THREADS or not piped)
 
 

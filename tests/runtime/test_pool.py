@@ -138,7 +138,7 @@ def test_nccl_kernels_have_sms_unless_somebody_says_how_many(
 ) -> None:
     """`tests/gpu/nccl_worker.py` shows what happens without. Over nodes our own exchanges take as many as others'."""
     said: list[int | None] = []
-    hopper = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+    hopper = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
