@@ -30,12 +30,14 @@ from cute_ep import connect
 from cute_ep.bench.machine import environment
 from cute_ep.torch_internals import sleep_on_gpu
 from perf.cases import MAIN, Shape
+from perf.cells import markdown
 from perf.nvshmem import preload
 from perf.peer_list import NORMAL_SMS
 from perf.peer_timing import SETS, Host, Rank, Work
 from perf.peer_worker import run
 from perf.runs import reproduce
 
+COLUMNS = "peer tokens sms left pair_us matmul_us pair_beside_us matmul_beside_us layer_us apart_us".split()
 OURS = "cute_ep"
 PEERS = (OURS, "deepep_normal")
 TOKENS, SMS = "1024,4096", "4,8,12,16,24,32,64,all"
@@ -195,13 +197,11 @@ def measure(
 
 def markdown_rows(rows: Sequence[dict]) -> str:
     """A table."""
-    names = "peer", "tokens", "sms", "left", "pair_us", "matmul_us", "pair_beside_us", "matmul_beside_us"
-    names += ("layer_us", "apart_us")
-    lines = [list(names), ["---"] * len(names)]
-    for row in rows:
-        values = (row.get(name, "") for name in names)
-        lines.append([f"{one:.0f}" if isinstance(one, float) else "all" if one is None else str(one) for one in values])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+    def cell(value: object) -> str:
+        return "all" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
+
+    return markdown(COLUMNS, [[cell(row.get(name, "")) for name in COLUMNS] for row in rows])
 
 
 def main() -> int:
@@ -226,7 +226,7 @@ def main() -> int:
                 if me.rank == 0:
                     sys.stderr.write(f"{row}\n")
     if me.rank == 0:
-        sys.stdout.write(markdown_rows(rows) + "\n")
+        sys.stdout.write(markdown_rows(rows))
         if args.out:
             devices = [f"cuda:{rank}" for rank in range(me.world)]
             made = {"machine": environment(devices, reproduce("perf.beside", sys.argv[1:])), "rows": rows}
