@@ -63,6 +63,8 @@ class Consumer:
         rHeader = cute.make_rmem_tensor(WORDS, Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, CONSUMER_SEGMENTS), Float32)
         rSum.fill(0.0)
+        rHeld = cute.make_rmem_tensor((WORDS, CONSUMER_SEGMENTS), Uint32)
+        rHeld.fill(0)
         column = number * (CONSUMER_SEGMENTS * SEGMENT) + ctx.lane
         first, part = self.ring.first(pipeline), opaque(self.ring.begin(ctx, pipeline) + column * VECTOR_BYTES)
         stages, row_bytes = self.ring.stages(ctx), self.ring.row_bytes(ctx)
@@ -72,7 +74,7 @@ class Consumer:
             header = header_of(rHeader)
             marks = header.marks
             if header.has(Mark.ROW | Mark.LAST):
-                self._take(ctx, Part(place, stage, column, header.number - column), header, rSum)
+                self._take(ctx, Part(place, stage, column, header.number - column), header, rSum, rHeld)
             else:
                 self._end_span(ctx, stage, header)
                 self.ring.leave(ctx, stage)
@@ -81,29 +83,51 @@ class Consumer:
                 place, stage, phase = part, first, phase ^ 1
 
     @cute.jit
-    def _take(self, ctx: CombineContext, tPart: Part, header: Header, rSum: cute.Tensor) -> None:
-        """Add a row to the token's sum, or send it on; after the last row send the sum home, or finish it."""
+    def _take(self, ctx: CombineContext, tPart: Part, header: Header, rSum: cute.Tensor, rHeld: cute.Tensor) -> None:
+        """Add a row to the token's sum, or send it on; after the last row send the sum home, hold it or finish it."""
         if header.has(Mark.OUT):
             if cutlass.const_expr(self.params.adds):
                 if header.has(Mark.ROW):
                     self._add(ctx, tPart, None if self.params.partial else header.weight, rSum)
                 else:
                     self.ring.leave(ctx, tPart.stage)
+                if cutlass.const_expr(self.params.partial):
+                    if header.has(Mark.JOIN):
+                        self._join(rHeld, rSum)
                 if header.has(Mark.LAST):
                     self._finish(ctx, tPart, Int32(header.home), rSum)
         elif cutlass.const_expr(self.params.partial):
             self._add(ctx, tPart, header.weight, rSum)
             if header.has(Mark.LAST):
                 self._round(send, tPart, header.home, rSum)
+            if cutlass.const_expr(self.params.adds):
+                if header.has(Mark.HELD):
+                    self._hold(rSum, rHeld)
+                    if header.has(Mark.JOIN):
+                        self._join(rHeld, rSum)
         else:
             self._send_row(ctx, tPart, header)
 
     @cute.jit
+    def _hold(self, rSum: cute.Tensor, rHeld: cute.Tensor) -> None:
+        """A token's sum of the own rank, rounded as if it were sent; another one begins."""
+        for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
+            round_vector(rSum[None, segment], rHeld[None, segment], BFloat16)
+        rSum.fill(0.0)
+
+    @cute.jit
+    def _join(self, rHeld: cute.Tensor, rSum: cute.Tensor) -> None:
+        for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
+            accumulate(rSum[None, segment], rHeld[None, segment], None)
+
+    @cute.jit
     def _add(self, ctx: CombineContext, tPart: Part, weight: Float32 | None, rSum: cute.Tensor) -> None:
         rX = cute.make_rmem_tensor((WORDS, CONSUMER_SEGMENTS), Uint32)
-        move(plain, self._row(tPart), rX)
-        self.ring.leave(ctx, tPart.stage)
+        row = self._row(tPart)
         for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
+            move(plain, row, rX, turns=[segment])
+            if cutlass.const_expr(segment == CONSUMER_SEGMENTS - 1):
+                self.ring.leave(ctx, tPart.stage)
             accumulate(rSum[None, segment], rX[None, segment], weight)
 
     @cute.jit
@@ -123,9 +147,10 @@ class Consumer:
         """A token's sum, rounded, to a row; the next one begins with 0. Its words are never SENTINEL, since a NaN is
         rounded to 0x7FFF."""
         rX = cute.make_rmem_tensor((WORDS, CONSUMER_SEGMENTS), Uint32)
+        tHome = self._home(tPart, home)
         for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
             round_vector(rSum[None, segment], rX[None, segment], BFloat16)
-        move(store, rX, self._home(tPart, home))
+            move(store, rX, tHome, turns=[segment])
         rSum.fill(0.0)
 
     @cute.jit

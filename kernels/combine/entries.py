@@ -178,7 +178,7 @@ class EntryStages:
             row = shared_array(self.rows, Int32)[place]
             if cutlass.const_expr(self.partial):
                 weight = shared_array(self.weights, Float32)[place]
-        row, weight = _checked(ctx, row, weight, self.partial)
+        row, weight = checked(ctx, row, weight, self.partial)
         return Entries(row, weight, Uint32(cute.arch.vote_ballot_sync(row >= 0)), Boolean(True))
 
 
@@ -187,19 +187,23 @@ def load_entry(
     ctx: CombineContext, source: Int32, token: Int32, due: Boolean, partial: cutlass.Constexpr
 ) -> tuple[Int32, Float32]:
     """(row, weight) of the token's entry number `lane`; NO_ROW where it has none here. partial: as in `CombineSend`."""
-    in_rank = ctx.group.max_tokens * ctx.top_k
-    index = token * ctx.top_k + ctx.lane
-    row = Int32(NO_ROW)
-    weight = Float32(0.0)
+    row, weight = Int32(NO_ROW), Float32(0.0)
     if due & (ctx.lane < ctx.top_k):
-        row = array(ctx.batch.row_map, Int32, ctx.ranks, in_rank)[source, index]
-        if cutlass.const_expr(partial):
-            weight = Float32(array(ctx.batch.weights, Float32, ctx.ranks, in_rank)[source, index])
-    return _checked(ctx, row, weight, partial)
+        row, weight = entry_at(ctx, source, token * ctx.top_k + ctx.lane, partial)
+    return checked(ctx, row, weight, partial)
+
+
+def entry_at(ctx: CombineContext, source: Int32, index: Int32, partial: bool) -> tuple[Int32, Float32]:
+    """(row, weight) of an entry of a source, not `checked`."""
+    in_rank = ctx.group.max_tokens * ctx.top_k
+    row, weight = array(ctx.batch.row_map, Int32, ctx.ranks, in_rank)[source, index], Float32(0.0)
+    if partial:
+        weight = Float32(array(ctx.batch.weights, Float32, ctx.ranks, in_rank)[source, index])
+    return row, weight
 
 
 @cute.jit
-def _checked(ctx: CombineContext, row: Int32, weight: Float32, partial: cutlass.Constexpr) -> tuple[Int32, Float32]:
+def checked(ctx: CombineContext, row: Int32, weight: Float32, partial: cutlass.Constexpr) -> tuple[Int32, Float32]:
     """In a sum a row that dispatch had no room for is row 0 with weight NaN."""
     if cutlass.const_expr(partial):
         if row >= ctx.rows.capacity:

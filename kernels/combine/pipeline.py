@@ -4,7 +4,8 @@ warps that use them, so that an SM has as many bytes on their way as fit into it
 The CTA has PIPELINES, each of which carries spans of its own (`schedule`): a producer warp, a ring of stages and
 consumer warps (`produce`, `ring`, `consume`). The producer has each row of a span copied into a stage (`bulk`), and
 each consumer takes its segments of every row from there. After its last span a pipeline also adds up what comes home,
-through the same ring, where all CTAs send and receive.
+through the same ring, where all CTAs send and receive; then rows of the own rank's tokens are read where they are, and
+never sent.
 
 Why it ends: a producer waits for its consumers, and these for the producer only, until the spans are sent. Then it also
 waits for flags of peers, which their pipelines signal without waiting for anybody.
@@ -13,14 +14,13 @@ waits for flags of peers, which their pipelines signal without waiting for anybo
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Boolean
+from cutlass import Boolean, Int32, Uint32
 
 from cute_ep.kernels.combine.consume import Consumer
 from cute_ep.kernels.combine.produce import Producer
 from cute_ep.kernels.combine.ring import PipelineParams, Ring
 from cute_ep.kernels.combine.schedule import CombineSchedule
 from cute_ep.kernels.device.context import CombineContext
-from cute_ep.kernels.device.divide import quotient, remainder
 from cute_ep.layouts.maps.launch import PIPELINE_WARPS
 from cute_ep.layouts.maps.record import RegionMap
 
@@ -29,7 +29,10 @@ class CombinePipelines:
     """In the place of `CombineSend`."""
 
     def __init__(self, params: PipelineParams, shared: RegionMap) -> None:
-        self.schedule, self.ring = CombineSchedule(params.epoch, shared, piped=True), Ring(shared)
+        self.params = params
+        keeps_own = params.adds_up if params.adds else None
+        self.schedule = CombineSchedule(params.epoch, shared, piped=True, keeps_own=keeps_own)
+        self.ring = Ring(shared)
         self.producer = Producer(params, self.schedule, self.ring)
         self.consumer = Consumer(params, self.ring, shared)
 
@@ -44,7 +47,8 @@ class CombinePipelines:
     def run(self, ctx: CombineContext) -> Boolean:
         """By all warps of a sending CTA, after the wait for `combine_consumed`. False after a timeout."""
         alive = Boolean(True)
-        pipeline, number = quotient(ctx.warp, PIPELINE_WARPS), remainder(ctx.warp, PIPELINE_WARPS)
+        pipeline = Int32(Uint32(ctx.warp) // PIPELINE_WARPS)
+        number = ctx.warp - pipeline * PIPELINE_WARPS
         if number == 0:
             alive = self.producer.run(ctx, pipeline)
         else:
@@ -53,4 +57,4 @@ class CombinePipelines:
 
     def adds_up(self, ctx: CombineContext) -> Boolean:
         """Whether `run` has also added up what came home."""
-        return self.producer.adds_up(ctx)
+        return self.params.adds_up(ctx)

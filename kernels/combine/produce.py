@@ -9,11 +9,13 @@ A token without rows here is passed over: its source knows that. A row that disp
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from cute_ep.kernels.combine.entries import load_entry
+from cute_ep.kernels.combine.entries import checked, entry_at, load_entry
 from cute_ep.kernels.combine.ring import NUMBER_SHIFT, Header, Mark, PipelineParams, Ring
 from cute_ep.kernels.combine.schedule import CombineSchedule, Span, row_vectors
 from cute_ep.kernels.device.block import shared_array
@@ -21,12 +23,44 @@ from cute_ep.kernels.device.context import CombineContext, given_id
 from cute_ep.kernels.device.divide import quotient
 from cute_ep.kernels.device.lamport import is_lamport, region_of
 from cute_ep.kernels.device.memory import part_at, row_address
-from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, without_lowest
+from cute_ep.kernels.device.slices import SEGMENT, from_lane, highest, lowest, without_lowest
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
 from cute_ep.layouts.maps.arena import CHUNK, COMBINE_ITEMSIZE, chunk_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import PIPELINES
 from cute_ep.layouts.maps.routing import NO_ROW, Phase
+
+
+@dataclass(frozen=True)
+class TokenEntries:
+    """Entries of an own token that is added up.
+
+    Attributes:
+        first: the lane of its first entry.
+        owner: in the lane of an entry the rank that has its row; elsewhere, and where there is none, NO_ROW.
+        row: there the row, if that is the own rank.
+        weight: there its weight.
+    """
+
+    token: Int32
+    first: Int32
+    owner: Int32
+    row: Int32
+    weight: Float32
+
+    def there(self) -> Uint32:
+        """Bit k: entry k has a row."""
+        return Uint32(cute.arch.vote_ballot_sync(self.owner >= 0)) >> Uint32(self.first)
+
+    def own(self) -> Uint32:
+        """Bit k: entry k has a row of the own rank."""
+        return Uint32(cute.arch.vote_ballot_sync(self.row >= 0)) >> Uint32(self.first)
+
+    def ranks(self, first: Int32 | int, behind: Int32) -> Uint32:
+        """Bit d: rank d, of first .. behind - 1, has rows."""
+        there = (self.owner >= first) & (self.owner < behind)
+        bit = cutlass.select_(there, Uint32(1) << Uint32(self.owner), Uint32(0))
+        return Uint32(cute.arch.warp_redux_sync(bit, "or"))
 
 
 class Producer:
@@ -49,21 +83,13 @@ class Producer:
             item = self.schedule.next_of(ctx, number, count, asked)
         alive = Boolean(True)
         if cutlass.const_expr(self.params.adds):
-            if self.adds_up(ctx):
+            if self.params.adds_up(ctx):
                 if (number == quotient(count, 2)) & (ctx.ranks > 1):
                     alive = self.params.compare(ctx)
                 alive, stage, phase = self._put_sums(ctx, pipeline, stage, phase, number, count, alive)
         stop = Header(Int64(0), Float32(0.0), Int32(int(Mark.STOP)))
         self.ring.put(ctx, pipeline, stage, phase, stop, Int64(0), Int32(0))
         return alive
-
-    def adds_up(self, ctx: CombineContext) -> Boolean:
-        """Whether pipelines add up what comes home: all of a launch's CTAs have them, this rank's rows are no Lamport
-        rows, and the slices of a token have one flag."""
-        if not self.params.adds:
-            return Boolean(False)
-        every = (ctx.grid.send_ctas == ctx.ctas) & (ctx.grid.receive_from == 0)
-        return every & ~is_lamport(ctx.sums.tokens) & (Int32(1) << ctx.sums.return_slices_log2 <= CHUNK)
 
     # ---- what is sent
 
@@ -138,32 +164,34 @@ class Producer:
         count: Int32,
         alive: Boolean,
     ) -> tuple[Boolean, Int32, Int32]:
-        """What comes home of the tokens of pipeline `number` of `count`, once it is there: runs of as many tokens as a
-        warp has lanes for their entries. False after a timeout; the next stage and its phase."""
+        """What is added up for the tokens of pipeline `number` of `count`, once it is there: runs of as many tokens as
+        a warp has lanes for their entries. False after a timeout; the next stage and its phase."""
         _, run = ctx.by_top_k.split(Int32(32))
-        slot, mine = ctx.by_top_k.split(ctx.lane)
+        _, mine = ctx.by_top_k.split(ctx.lane)
         token = number * run
-        owner, weight = self._load_run(ctx, token, run)
+        owner, row, weight = self._load_run(ctx, token, run)
         while alive & (token < ctx.sums.tokens):
             following = token + count * run
-            next_owner, next_weight = self._load_run(ctx, following, run)  # on their way meanwhile
+            next_owner, next_row, next_weight = self._load_run(ctx, following, run)  # on their way meanwhile
             alive = self._await(ctx, token + mine, owner)
             if alive:
                 cute.arch.fence_proxy("async.global")  # copies are to read what other ranks have stored
                 for one in cutlass.range(cutlass.min(run, ctx.sums.tokens - token), unroll=1):
-                    bit = Uint32(1) << Uint32(owner if self.params.partial else slot)
-                    bit = cutlass.select_((mine == one) & (owner >= 0), bit, Uint32(0))
-                    filled = Uint32(cute.arch.warp_redux_sync(bit, "or"))
-                    stage, phase = self._put_slots(
-                        ctx, pipeline, stage, phase, token + one, filled, weight, one * ctx.top_k
-                    )
-            token, owner, weight = following, next_owner, next_weight
+                    its_owner, its_row = (cutlass.select_(mine == one, value, Int32(NO_ROW)) for value in (owner, row))
+                    entries = TokenEntries(token + one, one * ctx.top_k, its_owner, its_row, weight)
+                    if cutlass.const_expr(self.params.partial):
+                        stage, phase = self._put_own_rows(ctx, pipeline, stage, phase, entries)
+                        stage, phase = self._put_rank_sums(ctx, pipeline, stage, phase, entries)
+                    else:
+                        stage, phase = self._put_slots(ctx, pipeline, stage, phase, entries)
+            token, owner, row, weight = following, next_owner, next_row, next_weight
         return alive, stage, phase
 
     @cute.jit
-    def _load_run(self, ctx: CombineContext, token: Int32, run: Int32) -> tuple[Int32, Float32]:
-        """(rank, weight) of the entry that a lane has of the tokens of a run; NO_ROW: it is masked."""
-        owner, weight = Int32(NO_ROW), Float32(1.0)
+    def _load_run(self, ctx: CombineContext, token: Int32, run: Int32) -> tuple[Int32, Int32, Float32]:
+        """(rank, row, weight) of the entry that a lane has of the tokens of a run: NO_ROW as its rank where it is
+        masked, as its row where that is of another rank."""
+        owner, row, weight = Int32(NO_ROW), Int32(NO_ROW), Float32(1.0)
         index = token * ctx.top_k + ctx.lane
         if (ctx.lane < run * ctx.top_k) & (index < ctx.entries):
             expert = ctx.expert_of(given_id(ctx.ids, ctx.entries, index))
@@ -171,14 +199,22 @@ class Producer:
                 _, owner = ctx.by_local_experts.split(expert)
             if cutlass.const_expr(not self.params.partial):
                 weight = self.params.recv.weights.read(ctx.sums.router_weights, index, ctx)
-        return owner, weight
+            if owner == ctx.rank:
+                row, own_weight = entry_at(ctx, owner, index, self.params.partial)
+                if cutlass.const_expr(self.params.partial):
+                    row, weight = checked(ctx, row, own_weight, True)
+                elif row >= ctx.rows.capacity:
+                    weight = Float32(float("nan"))
+                owner = cutlass.select_(row >= 0, owner, Int32(NO_ROW))
+        return owner, row, weight
 
     @cute.jit
     def _await(self, ctx: CombineContext, token: Int32, owner: Int32) -> Boolean:
-        """Wait for the flag of a lane's token from its rank, whose consumers signal it. False after a timeout."""
+        """Wait for the flag of a lane's token from its rank, whose consumers signal it; the own rank's rows are there.
+        False after a timeout."""
         sEpoch = shared_array(self.params.epoch, Int64)
         arrived, log2 = Boolean(True), ctx.sums.return_slices_log2
-        if owner >= 0:
+        if (owner >= 0) & (owner != ctx.rank):
             flag = ctx.here(ctx.arena.return_ready, owner, chunk_of(token << log2))
             awaited = Awaited(owner, Phase.RETURN, token << log2, slices_log2=log2)
             arrived = wait_signal(ctx.wait_context, flag, sEpoch[0], awaited)
@@ -186,34 +222,76 @@ class Producer:
 
     @cute.jit
     def _put_slots(
-        self,
-        ctx: CombineContext,
-        pipeline: Int32,
-        stage: Int32,
-        phase: Int32,
-        token: Int32,
-        filled: Uint32,
-        weight: Float32,
-        first: Int32,
+        self, ctx: CombineContext, pipeline: Int32, stage: Int32, phase: Int32, entries: TokenEntries
     ) -> tuple[Int32, Int32]:
-        """The slots of a token, in ascending order, with the weights of lanes `first` and on. The next stage and its
-        phase."""
-        sEpoch = shared_array(self.params.epoch, Int64)
-        home = ctx.here(ctx.arena.returns, sEpoch[0] & 1, token)
-        vectors = row_vectors(ctx)
-        left, more = filled, Boolean(True)
+        """A token's rows in the order of its entries, from the arena or, those of the own rank, from where they are.
+        The next stage and its phase."""
+        left, more = entries.there(), Boolean(True)
+        home = self._home(ctx, entries.token)
         while more:
-            marks = (vectors << NUMBER_SHIFT) | int(Mark.OUT)
-            address, own_weight, nbytes = home, Float32(1.0), Int32(0)
+            marks = (row_vectors(ctx) << NUMBER_SHIFT) | int(Mark.OUT)
+            address, weight, nbytes = home, Float32(1.0), Int32(0)
             if left != Uint32(0):
                 k = lowest(left)
                 left = without_lowest(left)
-                address, nbytes = row_address(home, k, ctx.arena.returns.stride[2]), vectors * VECTOR_BYTES
+                row, weight = from_lane(entries.row, entries.first + k), from_lane(entries.weight, entries.first + k)
+                address = row_address(home, k, ctx.arena.returns.stride[2])
+                if row >= 0:
+                    address = row_address(ctx.rows.data, row, self._row_bytes(ctx))
+                nbytes = cutlass.select_(row >= ctx.rows.capacity, Int32(0), self._row_bytes(ctx))
                 marks = marks | int(Mark.ROW)
-                if cutlass.const_expr(not self.params.partial):
-                    own_weight = from_lane(weight, first + k)
             more = left != Uint32(0)
             marks = marks | cutlass.select_(more, Int32(0), Int32(int(Mark.LAST)))
-            header = Header(Int64(token), own_weight, marks)
+            header = Header(Int64(entries.token), weight, marks)
             stage, phase = self.ring.put(ctx, pipeline, stage, phase, header, address, nbytes)
         return stage, phase
+
+    @cute.jit
+    def _put_own_rows(
+        self, ctx: CombineContext, pipeline: Int32, stage: Int32, phase: Int32, entries: TokenEntries
+    ) -> tuple[Int32, Int32]:
+        """The rows of the own rank's partial sum of a token. The next stage and its phase."""
+        left = entries.own()
+        joins = cutlass.select_(entries.ranks(0, ctx.rank) == Uint32(0), Int32(int(Mark.JOIN)), Int32(0))
+        while left != Uint32(0):
+            lane = entries.first + lowest(left)
+            left = without_lowest(left)
+            last = cutlass.select_(left == Uint32(0), joins | int(Mark.HELD), Int32(0))
+            header = Header(
+                Int64(0), from_lane(entries.weight, lane), (row_vectors(ctx) << NUMBER_SHIFT) | int(Mark.ROW) | last
+            )
+            address = row_address(ctx.rows.data, from_lane(entries.row, lane), self._row_bytes(ctx))
+            stage, phase = self.ring.put(ctx, pipeline, stage, phase, header, address, self._row_bytes(ctx))
+        return stage, phase
+
+    @cute.jit
+    def _put_rank_sums(
+        self, ctx: CombineContext, pipeline: Int32, stage: Int32, phase: Int32, entries: TokenEntries
+    ) -> tuple[Int32, Int32]:
+        """What other ranks have sent of a token, in ascending order; behind the last one below the own rank its own
+        sum has its place. The next stage and its phase."""
+        home = self._home(ctx, entries.token)
+        below = entries.ranks(0, ctx.rank)
+        left, more = below | entries.ranks(ctx.rank + 1, ctx.ranks), Boolean(True)
+        while more:
+            marks = (row_vectors(ctx) << NUMBER_SHIFT) | int(Mark.OUT)
+            address, nbytes = home, Int32(0)
+            if left != Uint32(0):
+                owner = lowest(left)
+                left = without_lowest(left)
+                address, nbytes = row_address(home, owner, ctx.arena.returns.stride[2]), self._row_bytes(ctx)
+                joins = (entries.own() != Uint32(0)) & (below != Uint32(0)) & (owner == highest(below))
+                marks = marks | int(Mark.ROW) | cutlass.select_(joins, Int32(int(Mark.JOIN)), Int32(0))
+            more = left != Uint32(0)
+            marks = marks | cutlass.select_(more, Int32(0), Int32(int(Mark.LAST)))
+            header = Header(Int64(entries.token), Float32(1.0), marks)
+            stage, phase = self.ring.put(ctx, pipeline, stage, phase, header, address, nbytes)
+        return stage, phase
+
+    def _home(self, ctx: CombineContext, token: Int32) -> Int64:
+        """Address of slot 0 of an own token."""
+        return ctx.here(ctx.arena.returns, shared_array(self.params.epoch, Int64)[0] & 1, token)
+
+    def _row_bytes(self, ctx: CombineContext) -> Int32:
+        """From row to row."""
+        return Int32(ctx.group.hidden * COMBINE_ITEMSIZE)

@@ -26,7 +26,9 @@ from cute_ep.kernels.combine.schedule import row_vectors
 from cute_ep.kernels.device.atoms import bulk, move, plain
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext
+from cute_ep.kernels.device.lamport import is_lamport
 from cute_ep.kernels.device.memory import WORDS
+from cute_ep.layouts.maps.arena import CHUNK
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import CONSUMERS, MOST_STAGES, PIPELINES
 from cute_ep.layouts.maps.record import Region, RegionMap, align_up
@@ -36,18 +38,22 @@ ALIGNMENT = 128
 
 
 class Mark(IntEnum):
-    """ROW: there is one. LOST: dispatch had no room for it. LAST: it is its token's, or the token has none. OUT: it has
-    come home, to be added up for the output. STOP: nothing comes any more. A header without ROW, LAST and STOP ends a
-    span."""
+    """ROW: there is one. LOST: dispatch had no room for it. LAST: it is its token's, or the token has none. OUT: to be
+    added up for the output. STOP: nothing comes any more. A header without ROW, LAST and STOP ends a span.
+
+    The rows of an own token that make its rank's partial sum come first. HELD: this one ends it; the sum is held,
+    rounded. JOIN: here is its place in the order of ranks, behind this row, or, beside HELD, before all others."""
 
     ROW = 1
     LOST = 2
     LAST = 4
     OUT = 8
     STOP = 16
+    HELD = 32
+    JOIN = 64
 
 
-NUMBER_SHIFT = 5
+NUMBER_SHIFT = 7
 """Above the marks stands a number."""
 
 
@@ -91,6 +97,14 @@ class PipelineParams:
     recv: CombineRecv
     compare: Callable[[CombineContext], Boolean]
     epoch: Region
+
+    def adds_up(self, ctx: CombineContext) -> Boolean:
+        """Whether pipelines add up what comes home, and rows of the own rank stay: all of a launch's CTAs have them,
+        this rank's rows are no Lamport rows, and the slices of a token have one flag."""
+        if not self.adds:
+            return Boolean(False)
+        every = (ctx.grid.send_ctas == ctx.ctas) & (ctx.grid.receive_from == 0)
+        return every & ~is_lamport(ctx.sums.tokens) & (Int32(1) << ctx.sums.return_slices_log2 <= CHUNK)
 
 
 class Ring:

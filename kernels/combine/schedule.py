@@ -10,6 +10,7 @@ that begin with the same source.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
@@ -20,7 +21,7 @@ from cute_ep.kernels.device.arith import VECTOR_ELEMENTS
 from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext
-from cute_ep.kernels.device.divide import quotient, remainder
+from cute_ep.kernels.device.divide import Divisor, division_magic, quotient, remainder
 from cute_ep.kernels.device.lamport import is_lamport
 from cute_ep.kernels.device.memory import vectors_at
 from cute_ep.kernels.device.slices import (
@@ -62,10 +63,17 @@ class CombineSchedule:
     """The items of one launch, and the headers that tell how many there are. Slices are those of returned rows.
 
     piped: whether items are spans of pipelines.
+    keeps_own: whether a launch sends nothing to its own rank; None: no launch does so.
     """
 
-    def __init__(self, epoch: Region, shared: RegionMap, piped: bool = False) -> None:
-        self.epoch, self.piped = epoch, piped
+    def __init__(
+        self,
+        epoch: Region,
+        shared: RegionMap,
+        piped: bool = False,
+        keeps_own: Callable[[CombineContext], Boolean] | None = None,
+    ) -> None:
+        self.epoch, self.piped, self.keeps_own = epoch, piped, keeps_own
         self.items = shared.add("return_items", 4, 1)
         self.spans = shared.add("return_spans", 4, 1)
         self.headers = shared.add("return_headers", 4, MAX_RANKS, len(HeaderWord))
@@ -95,7 +103,7 @@ class CombineSchedule:
         most = Int32(cute.arch.warp_redux_sync(tokens << log2, "max"))
         if spans:
             most = (most + self._in_span(ctx) - 1) >> highest(Uint32(self._in_span(ctx)))
-        items = most * ctx.ranks
+        items = most * self._sources(ctx)
         sSpans = shared_array(self.spans, Int32)
         if ctx.tid == 0:
             sItems[0] = items
@@ -126,9 +134,20 @@ class CombineSchedule:
 
     def split(self, ctx: CombineContext, item: Int32) -> tuple[Int32, Int32]:
         """(source, number of its slice or span) of an item."""
-        turn, run = ctx.by_ranks.split(item)
+        turn, run = self._by_sources(ctx).split(item)
         source = ctx.rank + 1 + turn
         return source - cutlass.select_(source >= ctx.ranks, ctx.ranks, Int32(0)), run
+
+    def _sources(self, ctx: CombineContext) -> Int32:
+        """To how many sources rows are sent. The own rank is the last one in their order."""
+        return ctx.ranks if self.keeps_own is None else ctx.ranks - Int32(self.keeps_own(ctx))
+
+    def _by_sources(self, ctx: CombineContext) -> Divisor:
+        """By `_sources`, of which there is one if there are items."""
+        if self.keeps_own is None:
+            return ctx.by_ranks
+        sources = cutlass.max(self._sources(ctx), Int32(1))
+        return Divisor(sources, division_magic(Uint32(sources)))
 
     def row_slice(self, ctx: CombineContext, source: Int32, index: Int32) -> RowSlice:
         """`slice_of` in what a source gets back."""
@@ -177,7 +196,8 @@ class CombineSchedule:
         item = self.count()
         if self._are_most(ctx):
             number = from_lane(number, 0) * COUNTERS + remainder(ctx.warp, COUNTERS)
-            item = _item_of(ctx, ctx.cta, ctx.grid.send_ctas, item_stride(ctx.grid.send_ctas, ctx.warps), number)
+            static = item_stride(ctx.grid.send_ctas, ctx.warps)
+            item = self._item_of(ctx, ctx.cta, ctx.grid.send_ctas, static, number)
         elif self.are_many(ctx):
             item = first_item(ctx.cta, ctx.grid.send_ctas, ctx.warps + self.tickets.draw(ctx.lane))
         return item
@@ -191,7 +211,8 @@ class CombineSchedule:
 
     def next_span(self, ctx: CombineContext, turn: Int32) -> Int32:
         """Number of a CTA's next span."""
-        return _item_of(ctx, ctx.cta, ctx.grid.send_ctas, ctx.grid.send_ctas, shared_array(self.asked, Int32)[turn])
+        static = ctx.grid.send_ctas
+        return self._item_of(ctx, ctx.cta, static, static, shared_array(self.asked, Int32)[turn])
 
     def first_of(self, number: Int32, count: Int32) -> Int32:
         """The first span of pipeline `number` of `count`."""
@@ -207,7 +228,7 @@ class CombineSchedule:
 
     def next_of(self, ctx: CombineContext, number: Int32, count: Int32, asked: Int32) -> Int32:
         """The next span of a pipeline."""
-        return _item_of(ctx, number, count, count, from_lane(asked, 0))
+        return self._item_of(ctx, number, count, count, from_lane(asked, 0))
 
     @cute.jit
     def clear_counters(self, ctx: CombineContext, cta: Int32) -> None:
@@ -222,18 +243,17 @@ class CombineSchedule:
     def _take(self, ctx: CombineContext, number: Int32, counter: Int32) -> Int32:
         """The next number from one of the counters that CTAs, or pipelines, with the turn of this one share."""
         sEpoch = shared_array(self.epoch, Int64)
-        return take_ticket(ctx.here(ctx.arena.combine_tickets, sEpoch[0] & 1, _turn(ctx, number), counter))
+        return take_ticket(ctx.here(ctx.arena.combine_tickets, sEpoch[0] & 1, self._turn(ctx, number), counter))
 
+    def _turn(self, ctx: CombineContext, number: Int32) -> Int32:
+        """The turn of a CTA, or pipeline: which source it begins with."""
+        turn, _ = self._by_sources(ctx).split(number)
+        return turn
 
-def _turn(ctx: CombineContext, number: Int32) -> Int32:
-    """The turn of a CTA, or pipeline: which source it begins with."""
-    turn, _ = ctx.by_ranks.split(number)
-    return turn
-
-
-def _item_of(ctx: CombineContext, number: Int32, count: Int32, static: Int32, ticket: Int32) -> Int32:
-    """The item of a ticket of CTA, or pipeline, `number` of `count`: of its source, where ranks divide `static`."""
-    return item_of(static, ticket, cutlass.min(ctx.ranks, count), _turn(ctx, number))
+    def _item_of(self, ctx: CombineContext, number: Int32, count: Int32, static: Int32, ticket: Int32) -> Int32:
+        """The item of a ticket of CTA, or pipeline, `number` of `count`: of its source, where sources divide
+        `static`."""
+        return item_of(static, ticket, cutlass.min(self._sources(ctx), count), self._turn(ctx, number))
 
 
 def _first(ctx: CombineContext, items: Int32, spans: Boolean) -> Int32:

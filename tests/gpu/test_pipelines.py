@@ -38,6 +38,20 @@ def test_bytes_are_those_of_the_reference(hidden: int, sms: int) -> None:
             check_round(communicators, inputs, RoundOptions(split, seed=seed))
 
 
+@pytest.mark.parametrize(("ranks", "sms"), [(1, 20), (3, 5), (8, 4)])
+def test_own_sums_have_their_place_among_those_of_other_ranks(ranks: int, sms: int) -> None:
+    """The rows of a rank's own tokens are added up before what others send, and count behind that of lower ranks."""
+    cfg = EPConfig(1280, 8 * ranks, 6, MOST, ranks, "bf16", 20)
+    with connected(cfg, ["cuda:0"] * ranks, sms=sms) as communicators:
+        assert all(one._cache._ring_bytes for one in communicators)
+        for seed, routing in enumerate(ROUTINGS):
+            counts = [MOST - 5 * rank for rank in range(ranks)]
+            if seed % 2:
+                counts[seed % ranks] = (0, 40, LAMPORT_TOKENS)[seed // 2]
+            inputs = make_inputs(cfg, counts, routing, seed)
+            check_round(communicators, inputs, RoundOptions(seed=seed, dtype=(torch.bfloat16, torch.float32)[seed % 2]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("order", [EXPERT_MAJOR, RANK_MAJOR])
 def test_other_outputs_orders_and_a_shared_expert(order: RowOrder, dtype: torch.dtype) -> None:
