@@ -26,10 +26,10 @@ import torch
 
 from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.layouts.maps.launch import RING_BYTES, THREADS, WARPS
+from cute_ep.layouts.maps.launch import PIPED_THREADS, RING_BYTES, THREADS, WARPS, WIDE_THREADS
 from cute_ep.layouts.maps.parameters import Fields, numbers, parameters_of
 from cute_ep.layouts.maps.routing import Phase
-from cute_ep.layouts.maps.variants import COMBINE_KERNELS, NO_HOOKS, Hooks, Variant
+from cute_ep.layouts.maps.variants import COMBINE_KERNELS, NO_HOOKS, PIPED_KERNELS, Hooks, Variant
 from cute_ep.runtime import communicator as communicator_module
 from cute_ep.runtime import connection, driver, launcher, launching, local_ops, parts, status
 from cute_ep.runtime.communicator import Communicator
@@ -203,7 +203,12 @@ class RecordingKernel:
         self, arguments: dict[str, int], grid: int, threads: int, stream: int, early: bool, pairs: bool
     ) -> None:
         assert threads == 32 * arguments.get("grid.warps", WARPS), "the kernel is told how many warps a CTA has"
-        assert threads == THREADS or self.variant.kernel in COMBINE_KERNELS, "for which it is compiled"
+        compiled_for = {THREADS}
+        if self.variant.kernel in COMBINE_KERNELS:
+            compiled_for = {THREADS, WIDE_THREADS}
+        elif self.variant.kernel in PIPED_KERNELS:
+            compiled_for = {PIPED_THREADS}
+        assert threads in compiled_for
         assert all(type(value) is int for value in arguments.values())
         for name, width in self.parameters:
             assert -(1 << 31) <= arguments.get(name, 0) < 1 << (63 if width == "i64" else 32), name

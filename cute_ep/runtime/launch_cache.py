@@ -96,7 +96,7 @@ def fits_pipelines(hidden: int, ring_bytes: int) -> bool:
     """Whether pipelines can carry rows of so many elements."""
     row_bytes = hidden * COMBINE_ITEMSIZE
     few = row_bytes <= CONSUMERS * CONSUMER_SEGMENTS * SEGMENT_BYTES
-    return few and ring_bytes >= LEAST_STAGES * PIPELINES * row_bytes
+    return few and ring_bytes >= (LEAST_STAGES + 1) * PIPELINES * row_bytes
 
 
 class LaunchCache:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.combine.ring import Header, Mark, PipelineParams, Ring, header_of
 from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, opaque, round_vector
@@ -35,12 +35,17 @@ FLAG_BYTES = 8
 @dataclass(frozen=True)
 class Part:
     """What a lane has of the row in a stage: the byte of shared memory at which it begins, the stage, and the row's
-    vector there, from which on there are `left`."""
+    vector there, from which on there are `left`; `aside`: its byte of the row that is put aside."""
 
     place: Int32
     stage: Int32
     column: Int32
     left: Int32
+    aside: Int32
+
+    def is_whole(self, ctx: CombineContext) -> Boolean:
+        """Whether the row has all segments of the consumer; the same in all lanes."""
+        return self.left + ctx.lane >= CONSUMER_SEGMENTS * SEGMENT
 
 
 class Consumer:
@@ -63,18 +68,17 @@ class Consumer:
         rHeader = cute.make_rmem_tensor(WORDS, Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, CONSUMER_SEGMENTS), Float32)
         rSum.fill(0.0)
-        rHeld = cute.make_rmem_tensor((WORDS, CONSUMER_SEGMENTS), Uint32)
-        rHeld.fill(0)
         column = number * (CONSUMER_SEGMENTS * SEGMENT) + ctx.lane
         first, part = self.ring.first(pipeline), opaque(self.ring.begin(ctx, pipeline) + column * VECTOR_BYTES)
         stages, row_bytes = self.ring.stages(ctx), self.ring.row_bytes(ctx)
         place, stage, phase, marks = part, first, Int32(0), Int32(0)
+        aside = part + stages * row_bytes
         while marks & int(Mark.STOP) == 0:
             self.ring.take(stage, phase, rHeader)
             header = header_of(rHeader)
             marks = header.marks
             if header.has(Mark.ROW | Mark.LAST):
-                self._take(ctx, Part(place, stage, column, header.number - column), header, rSum, rHeld)
+                self._take(ctx, Part(place, stage, column, header.number - column, aside), header, rSum)
             else:
                 self._end_span(ctx, stage, header)
                 self.ring.leave(ctx, stage)
@@ -83,8 +87,8 @@ class Consumer:
                 place, stage, phase = part, first, phase ^ 1
 
     @cute.jit
-    def _take(self, ctx: CombineContext, tPart: Part, header: Header, rSum: cute.Tensor, rHeld: cute.Tensor) -> None:
-        """Add a row to the token's sum, or send it on; after the last row send the sum home, hold it or finish it."""
+    def _take(self, ctx: CombineContext, tPart: Part, header: Header, rSum: cute.Tensor) -> None:
+        """Add a row to the token's sum, or send it on; after the last row send the sum home, or finish it."""
         if header.has(Mark.OUT):
             if cutlass.const_expr(self.params.adds):
                 if header.has(Mark.ROW):
@@ -93,7 +97,7 @@ class Consumer:
                     self.ring.leave(ctx, tPart.stage)
                 if cutlass.const_expr(self.params.partial):
                     if header.has(Mark.JOIN):
-                        self._join(rHeld, rSum)
+                        self._join(tPart, rSum)
                 if header.has(Mark.LAST):
                     self._finish(ctx, tPart, Int32(header.home), rSum)
         elif cutlass.const_expr(self.params.partial):
@@ -101,34 +105,49 @@ class Consumer:
             if header.has(Mark.LAST):
                 self._round(send, tPart, header.home, rSum)
             if cutlass.const_expr(self.params.adds):
-                if header.has(Mark.HELD):
-                    self._hold(rSum, rHeld)
-                    if header.has(Mark.JOIN):
-                        self._join(rHeld, rSum)
+                if header.has(Mark.OWN):
+                    self._end_own(tPart, header, rSum)
         else:
             self._send_row(ctx, tPart, header)
 
     @cute.jit
-    def _hold(self, rSum: cute.Tensor, rHeld: cute.Tensor) -> None:
-        """A token's sum of the own rank, rounded as if it were sent; another one begins."""
+    def _end_own(self, tPart: Part, header: Header, rSum: cute.Tensor) -> None:
+        """The own rank's sum of a token, rounded: put aside, or in the place of the sum."""
+        rX = cute.make_rmem_tensor((WORDS, CONSUMER_SEGMENTS), Uint32)
         for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
-            round_vector(rSum[None, segment], rHeld[None, segment], BFloat16)
+            round_vector(rSum[None, segment], rX[None, segment], BFloat16)
         rSum.fill(0.0)
+        if header.has(Mark.ASIDE):
+            move(plain, rX, self._aside(tPart))
+        else:
+            for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
+                accumulate(rSum[None, segment], rX[None, segment], None)
 
     @cute.jit
-    def _join(self, rHeld: cute.Tensor, rSum: cute.Tensor) -> None:
+    def _join(self, tPart: Part, rSum: cute.Tensor) -> None:
+        """Add what was put aside."""
+        rX = cute.make_rmem_tensor((WORDS, CONSUMER_SEGMENTS), Uint32)
+        aside = self._aside(tPart)
         for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
-            accumulate(rSum[None, segment], rHeld[None, segment], None)
+            if aside.has(segment):
+                move(plain, aside.whole(), rX, turns=[segment])
+                accumulate(rSum[None, segment], rX[None, segment], None)
 
     @cute.jit
     def _add(self, ctx: CombineContext, tPart: Part, weight: Float32 | None, rSum: cute.Tensor) -> None:
         rX = cute.make_rmem_tensor((WORDS, CONSUMER_SEGMENTS), Uint32)
         row = self._row(tPart)
-        for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
-            move(plain, row, rX, turns=[segment])
-            if cutlass.const_expr(segment == CONSUMER_SEGMENTS - 1):
-                self.ring.leave(ctx, tPart.stage)
-            accumulate(rSum[None, segment], rX[None, segment], weight)
+        if tPart.is_whole(ctx):
+            move(plain, row.whole(), rX)
+            self.ring.leave(ctx, tPart.stage)
+            for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
+                accumulate(rSum[None, segment], rX[None, segment], weight)
+        else:
+            for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
+                if row.has(segment):
+                    move(plain, row.whole(), rX, turns=[segment])
+                    accumulate(rSum[None, segment], rX[None, segment], weight)
+            self.ring.leave(ctx, tPart.stage)
 
     @cute.jit
     def _finish(self, ctx: CombineContext, tPart: Part, token: Int32, rSum: cute.Tensor) -> None:
@@ -156,11 +175,23 @@ class Consumer:
     @cute.jit
     def _send_row(self, ctx: CombineContext, tPart: Part, header: Header) -> None:
         rX = cute.make_rmem_tensor((WORDS, CONSUMER_SEGMENTS), Uint32)
-        move(plain, self._row(tPart), rX)
-        self.ring.leave(ctx, tPart.stage)
-        if header.has(Mark.LOST):
-            rX.fill(LOST)
-        move(send, rX, self._home(tPart, header.home))
+        row, tHome = self._row(tPart), self._home(tPart, header.home)
+        if tPart.is_whole(ctx) & ~header.has(Mark.LOST):
+            move(plain, row.whole(), rX)
+            self.ring.leave(ctx, tPart.stage)
+            move(send, rX, tHome.whole())
+        else:
+            for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
+                if row.has(segment):
+                    move(plain, row.whole(), rX, turns=[segment])
+                    if header.has(Mark.LOST):
+                        rX[None, segment].fill(LOST)
+                    move(send, rX, tHome.whole(), turns=[segment])
+            self.ring.leave(ctx, tPart.stage)
+
+    def _aside(self, tPart: Part) -> Share:
+        """The lane's part of what is put aside."""
+        return shared_share(tPart.aside, CONSUMER_SEGMENTS, tPart.left)
 
     def _row(self, tPart: Part) -> Share:
         """The lane's part of the row in the stage."""

@@ -3,12 +3,11 @@ warps that use them, so that an SM has as many bytes on their way as fit into it
 
 The CTA has PIPELINES, each of which carries spans of its own (`schedule`): a producer warp, a ring of stages and
 consumer warps (`produce`, `ring`, `consume`). The producer has each row of a span copied into a stage (`bulk`), and
-each consumer takes its segments of every row from there. After its last span a pipeline also adds up what comes home,
-through the same ring, where all CTAs send and receive; then rows of the own rank's tokens are read where they are, and
-never sent.
+each consumer takes its segments of every row from there. Where all CTAs send and receive, a pipeline then adds up
+what comes home, through the same ring; rows of the own rank's tokens it reads where they are, and they are not sent.
 
-Why it ends: a producer waits for its consumers, and these for the producer only, until the spans are sent. Then it also
-waits for flags of peers, which their pipelines signal without waiting for anybody.
+Why it ends: while a pipeline sends, its producer waits for its consumers only, and these for the producer. One that
+adds up also waits for flags of other ranks, whose pipelines that send signal them without waiting for anybody.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 
 from cute_ep.kernels.combine.consume import Consumer
+from cute_ep.kernels.combine.piped_schedule import PipelineSchedule
 from cute_ep.kernels.combine.produce import Producer
 from cute_ep.kernels.combine.ring import PipelineParams, Ring
-from cute_ep.kernels.combine.schedule import CombineSchedule
 from cute_ep.kernels.device.context import CombineContext
 from cute_ep.layouts.maps.launch import PIPELINE_WARPS
 from cute_ep.layouts.maps.record import RegionMap
@@ -30,9 +29,8 @@ class CombinePipelines:
 
     def __init__(self, params: PipelineParams, shared: RegionMap) -> None:
         self.params = params
-        keeps_own = params.adds_up if params.adds else None
-        self.schedule = CombineSchedule(params.epoch, shared, piped=True, keeps_own=keeps_own)
-        self.ring = Ring(shared)
+        self.schedule = PipelineSchedule(params.epoch, shared, params.adds_up if params.adds else None)
+        self.ring = Ring(params.adds and params.partial, shared)
         self.producer = Producer(params, self.schedule, self.ring)
         self.consumer = Consumer(params, self.ring, shared)
 

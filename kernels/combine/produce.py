@@ -1,8 +1,8 @@
 """The producer warp of a pipeline: which rows come through its ring, in which order.
 
 First all rows of its spans, token by token, each token's in the order in which they are added; behind a span a header
-says which flags are due. Then, where pipelines add up what comes home, the slots of this rank's tokens, as soon as the
-flags of their owners are there. No loop over spans contains a wait for a peer.
+says which flags are due. Then, where pipelines add up, what belongs to this rank's tokens, as soon as the flags of
+other ranks are there. No loop over spans contains a wait for a peer.
 
 A token without rows here is passed over: its source knows that. A row that dispatch had no room for comes home as NaN.
 """
@@ -16,8 +16,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.combine.entries import checked, entry_at, load_entry
+from cute_ep.kernels.combine.piped_schedule import PipelineSchedule
 from cute_ep.kernels.combine.ring import NUMBER_SHIFT, Header, Mark, PipelineParams, Ring
-from cute_ep.kernels.combine.schedule import CombineSchedule, Span, row_vectors
+from cute_ep.kernels.combine.schedule import Span, row_vectors
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext, given_id
 from cute_ep.kernels.device.divide import quotient
@@ -66,7 +67,7 @@ class TokenEntries:
 class Producer:
     """params, schedule, ring: of its `CombinePipelines`."""
 
-    def __init__(self, params: PipelineParams, schedule: CombineSchedule, ring: Ring) -> None:
+    def __init__(self, params: PipelineParams, schedule: PipelineSchedule, ring: Ring) -> None:
         self.params, self.schedule, self.ring = params, schedule, ring
 
     @cute.jit
@@ -74,19 +75,22 @@ class Producer:
         """False after a timeout."""
         stage, phase = self.ring.first(pipeline), Int32(1)
         number, count = ctx.cta * PIPELINES + pipeline, ctx.grid.send_ctas * PIPELINES
-        item = self.schedule.first_of(number, count)
+        sender, senders = self.schedule.senders(ctx, number), self.schedule.senders(ctx, count)
+        item = self.schedule.count()
+        if self.schedule.sends(ctx, number):
+            item = self.schedule.first_of(sender, senders)
         while item < self.schedule.count():
-            asked = self.schedule.ask_of(ctx, number)
+            asked = self.schedule.ask_of(ctx, sender)
             span = self.schedule.span(ctx, item)
             stage, phase = self._put_rows(ctx, pipeline, stage, phase, span)
             stage, phase = self._put_end(ctx, pipeline, stage, phase, span)
-            item = self.schedule.next_of(ctx, number, count, asked)
+            item = self.schedule.next_of(ctx, sender, senders, asked)
         alive = Boolean(True)
         if cutlass.const_expr(self.params.adds):
             if self.params.adds_up(ctx):
                 if (number == quotient(count, 2)) & (ctx.ranks > 1):
                     alive = self.params.compare(ctx)
-                alive, stage, phase = self._put_sums(ctx, pipeline, stage, phase, number, count, alive)
+                alive, stage, phase = self._put_sums(ctx, pipeline, stage, phase, alive)
         stop = Header(Int64(0), Float32(0.0), Int32(int(Mark.STOP)))
         self.ring.put(ctx, pipeline, stage, phase, stop, Int64(0), Int32(0))
         return alive
@@ -155,23 +159,18 @@ class Producer:
 
     @cute.jit
     def _put_sums(
-        self,
-        ctx: CombineContext,
-        pipeline: Int32,
-        stage: Int32,
-        phase: Int32,
-        number: Int32,
-        count: Int32,
-        alive: Boolean,
+        self, ctx: CombineContext, pipeline: Int32, stage: Int32, phase: Int32, alive: Boolean
     ) -> tuple[Boolean, Int32, Int32]:
-        """What is added up for the tokens of pipeline `number` of `count`, once it is there: runs of as many tokens as
-        a warp has lanes for their entries. False after a timeout; the next stage and its phase."""
+        """What is added up for a run of tokens after the other, once it is there. False after a timeout; the next stage
+        and its phase."""
         _, run = ctx.by_top_k.split(Int32(32))
         _, mine = ctx.by_top_k.split(ctx.lane)
-        token = number * run
+        token = from_lane(self.schedule.ask_run(ctx), 0) * run
+        asked = self.schedule.ask_run(ctx)
         owner, row, weight = self._load_run(ctx, token, run)
         while alive & (token < ctx.sums.tokens):
-            following = token + count * run
+            following = from_lane(asked, 0) * run
+            asked = self.schedule.ask_run(ctx)
             next_owner, next_row, next_weight = self._load_run(ctx, following, run)  # on their way meanwhile
             alive = self._await(ctx, token + mine, owner)
             if alive:
@@ -252,11 +251,11 @@ class Producer:
     ) -> tuple[Int32, Int32]:
         """The rows of the own rank's partial sum of a token. The next stage and its phase."""
         left = entries.own()
-        joins = cutlass.select_(entries.ranks(0, ctx.rank) == Uint32(0), Int32(int(Mark.JOIN)), Int32(0))
+        end = int(Mark.OWN) | cutlass.select_(self._waits(ctx, entries), Int32(int(Mark.ASIDE)), Int32(0))
         while left != Uint32(0):
             lane = entries.first + lowest(left)
             left = without_lowest(left)
-            last = cutlass.select_(left == Uint32(0), joins | int(Mark.HELD), Int32(0))
+            last = cutlass.select_(left == Uint32(0), end, Int32(0))
             header = Header(
                 Int64(0), from_lane(entries.weight, lane), (row_vectors(ctx) << NUMBER_SHIFT) | int(Mark.ROW) | last
             )
@@ -268,8 +267,7 @@ class Producer:
     def _put_rank_sums(
         self, ctx: CombineContext, pipeline: Int32, stage: Int32, phase: Int32, entries: TokenEntries
     ) -> tuple[Int32, Int32]:
-        """What other ranks have sent of a token, in ascending order; behind the last one below the own rank its own
-        sum has its place. The next stage and its phase."""
+        """What other ranks have sent of a token, in ascending order. The next stage and its phase."""
         home = self._home(ctx, entries.token)
         below = entries.ranks(0, ctx.rank)
         left, more = below | entries.ranks(ctx.rank + 1, ctx.ranks), Boolean(True)
@@ -280,13 +278,18 @@ class Producer:
                 owner = lowest(left)
                 left = without_lowest(left)
                 address, nbytes = row_address(home, owner, ctx.arena.returns.stride[2]), self._row_bytes(ctx)
-                joins = (entries.own() != Uint32(0)) & (below != Uint32(0)) & (owner == highest(below))
+                joins = (entries.own() != Uint32(0)) & self._waits(ctx, entries) & (owner == highest(below))
                 marks = marks | int(Mark.ROW) | cutlass.select_(joins, Int32(int(Mark.JOIN)), Int32(0))
             more = left != Uint32(0)
             marks = marks | cutlass.select_(more, Int32(0), Int32(int(Mark.LAST)))
             header = Header(Int64(entries.token), Float32(1.0), marks)
             stage, phase = self.ring.put(ctx, pipeline, stage, phase, header, address, nbytes)
         return stage, phase
+
+    def _waits(self, ctx: CombineContext, entries: TokenEntries) -> Boolean:
+        """Whether the own sum of a token is added behind those of two ranks."""
+        below = entries.ranks(0, ctx.rank)
+        return without_lowest(below) != Uint32(0)
 
     def _home(self, ctx: CombineContext, token: Int32) -> Int64:
         """Address of slot 0 of an own token."""

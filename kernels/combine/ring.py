@@ -3,6 +3,8 @@
     stages            (pipeline, stage, vector)     (PIPELINES, S, V) : (S V, V, 1)     V vectors of a row
     headers           (pipeline, stage, word)       (PIPELINES, MOST_STAGES, 4) : (4 MOST_STAGES, 4, 1)
 
+Where a sum may be put aside, a row for it follows each pipeline's stages: S V is then (S + 1) V.
+
     producer                                        consumers
     wait empty[stage]                        <---   arrive at empty[stage], each, when it has read the row
     header, expect full[stage], copy         --->   wait full[stage]: the header is there, and all bytes
@@ -41,19 +43,21 @@ class Mark(IntEnum):
     """ROW: there is one. LOST: dispatch had no room for it. LAST: it is its token's, or the token has none. OUT: to be
     added up for the output. STOP: nothing comes any more. A header without ROW, LAST and STOP ends a span.
 
-    The rows of an own token that make its rank's partial sum come first. HELD: this one ends it; the sum is held,
-    rounded. JOIN: here is its place in the order of ranks, behind this row, or, beside HELD, before all others."""
+    The rows of an own token that make its own rank's partial sum come first. OWN: this one ends it, and it is rounded
+    as if it were sent. To be added to it first or second makes no difference to the sum of another rank; behind two of
+    them the own sum has its place later. ASIDE: so put it aside. JOIN: behind this row it is added."""
 
     ROW = 1
     LOST = 2
     LAST = 4
     OUT = 8
     STOP = 16
-    HELD = 32
-    JOIN = 64
+    OWN = 32
+    ASIDE = 64
+    JOIN = 128
 
 
-NUMBER_SHIFT = 7
+NUMBER_SHIFT = 8
 """Above the marks stands a number."""
 
 
@@ -108,10 +112,13 @@ class PipelineParams:
 
 
 class Ring:
-    """The rings of all pipelines of a CTA."""
+    """The rings of all pipelines of a CTA.
 
-    def __init__(self, shared: RegionMap) -> None:
-        self.shared = shared
+    aside: whether a sum may have to be put aside, where there are more than two ranks.
+    """
+
+    def __init__(self, aside: bool, shared: RegionMap) -> None:
+        self.aside, self.shared = aside, shared
         self.full = shared.add("ring_full", 8, PIPELINES * MOST_STAGES)
         self.empty = shared.add("ring_empty", 8, PIPELINES * MOST_STAGES)
         self.headers = shared.add("ring_headers", 4, PIPELINES * MOST_STAGES, WORDS)
@@ -127,7 +134,10 @@ class Ring:
     def stages(self, ctx: CombineContext) -> Int32:
         """Stages of a pipeline."""
         fit = Int32(Uint32(ctx.grid.ring_bytes) // Uint32(PIPELINES * self.row_bytes(ctx)))
-        return cutlass.min(fit, Int32(MOST_STAGES))
+        return cutlass.min(fit - self._rows_aside(ctx), Int32(MOST_STAGES))
+
+    def _rows_aside(self, ctx: CombineContext) -> Int32:
+        return Int32(ctx.ranks > 2) if self.aside else Int32(0)
 
     def row_bytes(self, ctx: CombineContext) -> Int32:
         """From stage to stage."""
@@ -139,7 +149,8 @@ class Ring:
 
     def begin(self, ctx: CombineContext, pipeline: Int32) -> Int32:
         """The byte of shared memory at which that begins."""
-        return align_up(self.shared.nbytes, ALIGNMENT) + pipeline * self.stages(ctx) * self.row_bytes(ctx)
+        rows = self.stages(ctx) + self._rows_aside(ctx)
+        return align_up(self.shared.nbytes, ALIGNMENT) + pipeline * rows * self.row_bytes(ctx)
 
     @cute.jit
     def put(

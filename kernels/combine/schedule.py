@@ -2,15 +2,14 @@
 
 An item is a slice of a source (`slices`); the source varies fastest, beginning after the own rank, so that all links
 work at once. If rows of some source are not Lamport rows, an item is a span: neighbouring slices of a source, as many
-as the CTA has warps, which carry them together; of pipelines (`pipeline`) it is always a span, of CHUNK slices. The
-first item of a warp, or span of a CTA or pipeline, is scheduled statically. For a few slices more the warps of a CTA
-draw its tickets. Spans, and slices where each warp has many, are scheduled dynamically among the CTAs, or pipelines,
-that begin with the same source.
+as the CTA has warps, which carry them together; of pipelines it is always a span, of CHUNK slices (`piped_schedule`).
+The first item of a warp, or span of a CTA, is scheduled statically. For a few slices more the warps of a CTA draw its
+tickets. Spans, and slices where each warp has many, are scheduled dynamically among the CTAs that begin with the same
+source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
@@ -21,7 +20,7 @@ from cute_ep.kernels.device.arith import VECTOR_ELEMENTS
 from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext
-from cute_ep.kernels.device.divide import Divisor, division_magic, quotient, remainder
+from cute_ep.kernels.device.divide import Divisor, quotient, remainder
 from cute_ep.kernels.device.lamport import is_lamport
 from cute_ep.kernels.device.memory import vectors_at
 from cute_ep.kernels.device.slices import (
@@ -60,20 +59,13 @@ class Span:
 
 
 class CombineSchedule:
-    """The items of one launch, and the headers that tell how many there are. Slices are those of returned rows.
+    """The items of one launch, and the headers that tell how many there are. Slices are those of returned rows."""
 
-    piped: whether items are spans of pipelines.
-    keeps_own: whether a launch sends nothing to its own rank; None: no launch does so.
-    """
+    piped = False
+    """Whether items are spans of pipelines (`PipelineSchedule`)."""
 
-    def __init__(
-        self,
-        epoch: Region,
-        shared: RegionMap,
-        piped: bool = False,
-        keeps_own: Callable[[CombineContext], Boolean] | None = None,
-    ) -> None:
-        self.epoch, self.piped, self.keeps_own = epoch, piped, keeps_own
+    def __init__(self, epoch: Region, shared: RegionMap) -> None:
+        self.epoch = epoch
         self.items = shared.add("return_items", 4, 1)
         self.spans = shared.add("return_spans", 4, 1)
         self.headers = shared.add("return_headers", 4, MAX_RANKS, len(HeaderWord))
@@ -103,7 +95,7 @@ class CombineSchedule:
         most = Int32(cute.arch.warp_redux_sync(tokens << log2, "max"))
         if spans:
             most = (most + self._in_span(ctx) - 1) >> highest(Uint32(self._in_span(ctx)))
-        items = most * self._sources(ctx)
+        items = most * self.by_sources(ctx).extent
         sSpans = shared_array(self.spans, Int32)
         if ctx.tid == 0:
             sItems[0] = items
@@ -134,20 +126,13 @@ class CombineSchedule:
 
     def split(self, ctx: CombineContext, item: Int32) -> tuple[Int32, Int32]:
         """(source, number of its slice or span) of an item."""
-        turn, run = self._by_sources(ctx).split(item)
+        turn, run = self.by_sources(ctx).split(item)
         source = ctx.rank + 1 + turn
         return source - cutlass.select_(source >= ctx.ranks, ctx.ranks, Int32(0)), run
 
-    def _sources(self, ctx: CombineContext) -> Int32:
-        """To how many sources rows are sent. The own rank is the last one in their order."""
-        return ctx.ranks if self.keeps_own is None else ctx.ranks - Int32(self.keeps_own(ctx))
-
-    def _by_sources(self, ctx: CombineContext) -> Divisor:
-        """By `_sources`, of which there is one if there are items."""
-        if self.keeps_own is None:
-            return ctx.by_ranks
-        sources = cutlass.max(self._sources(ctx), Int32(1))
-        return Divisor(sources, division_magic(Uint32(sources)))
+    def by_sources(self, ctx: CombineContext) -> Divisor:
+        """The number of sources that rows are sent to."""
+        return ctx.by_ranks
 
     def row_slice(self, ctx: CombineContext, source: Int32, index: Int32) -> RowSlice:
         """`slice_of` in what a source gets back."""
@@ -187,7 +172,7 @@ class CombineSchedule:
         """What `next` will need, in lane 0: it comes while the warp carries a slice."""
         number = Int32(0)
         if self._are_most(ctx) & (ctx.lane == 0):
-            number = self._take(ctx, ctx.cta, remainder(ctx.warp, COUNTERS))
+            number = self.take(ctx, _turn(ctx), remainder(ctx.warp, COUNTERS))
         return number
 
     @cute.jit
@@ -196,8 +181,7 @@ class CombineSchedule:
         item = self.count()
         if self._are_most(ctx):
             number = from_lane(number, 0) * COUNTERS + remainder(ctx.warp, COUNTERS)
-            static = item_stride(ctx.grid.send_ctas, ctx.warps)
-            item = self._item_of(ctx, ctx.cta, ctx.grid.send_ctas, static, number)
+            item = _item_of(ctx, item_stride(ctx.grid.send_ctas, ctx.warps), number)
         elif self.are_many(ctx):
             item = first_item(ctx.cta, ctx.grid.send_ctas, ctx.warps + self.tickets.draw(ctx.lane))
         return item
@@ -207,28 +191,11 @@ class CombineSchedule:
         """What `next_span` will need, by thread 0; turn: 0 and 1 alternately. A CTA barrier must follow."""
         sAsked = shared_array(self.asked, Int32)
         if ctx.tid == 0:
-            sAsked[turn] = self._take(ctx, ctx.cta, Int32(0))
+            sAsked[turn] = self.take(ctx, _turn(ctx), Int32(0))
 
     def next_span(self, ctx: CombineContext, turn: Int32) -> Int32:
         """Number of a CTA's next span."""
-        static = ctx.grid.send_ctas
-        return self._item_of(ctx, ctx.cta, static, static, shared_array(self.asked, Int32)[turn])
-
-    def first_of(self, number: Int32, count: Int32) -> Int32:
-        """The first span of pipeline `number` of `count`."""
-        return static_first(self.count(), number, count, Int32(0), warps=1)
-
-    @cute.jit
-    def ask_of(self, ctx: CombineContext, number: Int32) -> Int32:
-        """What `next_of` will need, in lane 0: it comes while the pipeline carries a span."""
-        ticket = Int32(0)
-        if ctx.lane == 0:
-            ticket = self._take(ctx, number, Int32(0))
-        return ticket
-
-    def next_of(self, ctx: CombineContext, number: Int32, count: Int32, asked: Int32) -> Int32:
-        """The next span of a pipeline."""
-        return self._item_of(ctx, number, count, count, from_lane(asked, 0))
+        return _item_of(ctx, ctx.grid.send_ctas, shared_array(self.asked, Int32)[turn])
 
     @cute.jit
     def clear_counters(self, ctx: CombineContext, cta: Int32) -> None:
@@ -240,20 +207,21 @@ class CombineSchedule:
         """Whether there are so many Lamport slices that CTAs take them from each other."""
         return self.count() > FEW_ROUNDS * item_stride(ctx.grid.send_ctas, ctx.warps)
 
-    def _take(self, ctx: CombineContext, number: Int32, counter: Int32) -> Int32:
-        """The next number from one of the counters that CTAs, or pipelines, with the turn of this one share."""
+    def take(self, ctx: CombineContext, turn: Int32, counter: Int32) -> Int32:
+        """The next number from one of the counters that CTAs, or pipelines, of a turn share."""
         sEpoch = shared_array(self.epoch, Int64)
-        return take_ticket(ctx.here(ctx.arena.combine_tickets, sEpoch[0] & 1, self._turn(ctx, number), counter))
+        return take_ticket(ctx.here(ctx.arena.combine_tickets, sEpoch[0] & 1, turn, counter))
 
-    def _turn(self, ctx: CombineContext, number: Int32) -> Int32:
-        """The turn of a CTA, or pipeline: which source it begins with."""
-        turn, _ = self._by_sources(ctx).split(number)
-        return turn
 
-    def _item_of(self, ctx: CombineContext, number: Int32, count: Int32, static: Int32, ticket: Int32) -> Int32:
-        """The item of a ticket of CTA, or pipeline, `number` of `count`: of its source, where sources divide
-        `static`."""
-        return item_of(static, ticket, cutlass.min(self._sources(ctx), count), self._turn(ctx, number))
+def _turn(ctx: CombineContext) -> Int32:
+    """The turn of a CTA: which source it begins with."""
+    turn, _ = ctx.by_ranks.split(ctx.cta)
+    return turn
+
+
+def _item_of(ctx: CombineContext, static: Int32, ticket: Int32) -> Int32:
+    """The item of a CTA's ticket: of its source, where ranks divide `static`."""
+    return item_of(static, ticket, cutlass.min(ctx.ranks, ctx.grid.send_ctas), _turn(ctx))
 
 
 def _first(ctx: CombineContext, items: Int32, spans: Boolean) -> Int32:

@@ -116,6 +116,10 @@ class Share:
         inside = self.left > turn * self.threads
         return inside if self.there is None else inside & self.there
 
+    def whole(self) -> Share:
+        """The same where the caller knows that the turns that it moves are in the row."""
+        return replace(self, left=None, there=None)
+
 
 def share(
     row: Row, first: Int32 | int, turns: int, threads: Int32 | int = LANES, there: Boolean | None = None

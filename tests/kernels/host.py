@@ -6,7 +6,7 @@ from __future__ import annotations
 import cutlass
 import numpy as np
 import torch
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Float32, Int32, Uint32, Uint64, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_ep.kernels.codec import e2m1, fp6, fp8, mx, nvfp4
@@ -36,6 +36,10 @@ def host_minmax(function):
 
 def join_halves(low, high):
     return (low.bitcast(Uint32) >> 16) | (high.bitcast(Uint32) & Uint32(0xFFFF0000))
+
+
+def host_mul_hi(a, b):
+    return Uint32((Uint64(a) * Uint64(b)) >> 32)
 
 
 def host_clamp(x):

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cutlass import Boolean, Int32, Int64, Uint32, Uint64, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from cute_ep.kernels.codec.base import word_lanes
 from cute_ep.kernels.device import atoms, lamport, sync
@@ -37,13 +37,9 @@ from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, division_magic
 
-from .host import run_map
+from .host import host_mul_hi, run_map
 
 MOST_LOG2 = MAX_SLICES.bit_length() - 1
-
-
-def host_mul_hi(a, b):
-    return Uint32((Uint64(a) * Uint64(b)) >> 32)
 
 
 def test_pieces_partition_a_row() -> None:

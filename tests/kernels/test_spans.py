@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 pytest.importorskip("cutlass")
 
-from cutlass import Int32
+from cutlass import Boolean, Int32, Uint32, cute
 
+from cute_ep.kernels.combine.piped_schedule import PipelineSchedule
 from cute_ep.kernels.combine.schedule import span_of
+from cute_ep.kernels.device.divide import Divisor
 from cute_ep.kernels.device.slices import SEGMENT, item_of, segments_of, static_first
 from cute_ep.layouts.maps.arena import CHUNK, MAX_SLICES
 from cute_ep.layouts.maps.launch import PIPELINES, WARPS, WIDE_THREADS, WIDE_WARPS
+from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import MAX_TOP_K
 
-from .host import run_map
+from .host import host_mul_hi, run_map
 
 
 @pytest.mark.parametrize("warps", sorted({WARPS, WIDE_WARPS, CHUNK}))
@@ -41,25 +45,38 @@ def test_spans_have_every_segment_of_every_token_once(warps: int) -> None:
         assert (taken == 1).all(), (tokens, vectors)
 
 
+@pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("ctas", [1, 2, 5, 24])
-def test_pipelines_have_every_span_once(ctas: int, ranks: int) -> None:
-    """One each, of which one may have none; then those of tickets, which pipelines with the same turn share."""
-    pipelines = ctas * PIPELINES
-    turns = min(ranks, pipelines)
-    for spans in (0, 1, pipelines - 1, pipelines, pipelines + 1, 3 * pipelines + 2):
+def test_pipelines_have_every_span_once(ctas: int, ranks: int, adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One each, of which one may have none; then those of tickets, which senders with the same turn share. Where
+    pipelines add up, every ranks-th does not send."""
+    monkeypatch.setattr(cute.arch, "mul_hi", host_mul_hi)
+    pipelines, sources = ctas * PIPELINES, ranks - adds
+    schedule = PipelineSchedule(Region("", 0, 8, (1,), (1,)), RegionMap(16), lambda ctx: Boolean(adds))
+    ctx = SimpleNamespace(ranks=Int32(ranks), by_ranks=Divisor(Int32(ranks), Uint32(-(-(2**32) // ranks) % 2**32)))
 
-        def first(number, count, spans=spans):
-            return Int32(static_first(Int32(spans), number, count, Int32(0), warps=1))
+    def places(pipeline):
+        sender = schedule.senders(ctx, pipeline)
+        return Int32(schedule.sends(ctx, pipeline)), sender, schedule._turn(ctx, sender)
+
+    sends, sender, turn = (
+        one.view(np.int32) for one in run_map(places, np.arange(pipelines, dtype=np.int32), outputs=3)
+    )
+    assert (sends == [not adds or number % ranks != ranks - 1 for number in range(pipelines)]).all()
+    sender, turn = sender[sends != 0], turn[sends != 0]
+    senders = len(sender)
+    assert (sender == np.arange(senders)).all() and (not sources or (turn == sender % sources).all())
+    for spans in (0, 1, senders - 1, senders, senders + 1, 3 * senders + 2) if senders else ():
+
+        def first(number, spans=spans):
+            return Int32(static_first(Int32(spans), number, Int32(senders), Int32(0), warps=1))
 
         def drawn(ticket, turn):
-            return Int32(item_of(Int32(pipelines), ticket, Int32(turns), turn))
+            return Int32(item_of(Int32(senders), ticket, Int32(min(sources, senders)), turn))
 
-        given = np.arange(pipelines, dtype=np.int32), np.full(pipelines, pipelines, np.int32)
-        (own,) = run_map(first, *given)
-        tickets = np.array(
-            list(product(range(spans), sorted({number % ranks for number in range(pipelines)}))), np.int32
-        )
+        (own,) = run_map(first, sender)
+        tickets = np.array(list(product(range(spans), sorted(set(turn.tolist())))), np.int32)
         more = run_map(drawn, *tickets.T)[0].view(np.int32).tolist() if spans else []
         found = [item for item in [*own.view(np.int32).tolist(), *more] if item < spans]
         assert sorted(found) == list(range(spans)), spans
