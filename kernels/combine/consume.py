@@ -69,10 +69,10 @@ class Consumer:
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, CONSUMER_SEGMENTS), Float32)
         rSum.fill(0.0)
         column = number * (CONSUMER_SEGMENTS * SEGMENT) + ctx.lane
-        first, part = self.ring.first(pipeline), opaque(self.ring.begin(ctx, pipeline) + column * VECTOR_BYTES)
-        stages, row_bytes = self.ring.stages(ctx), self.ring.row_bytes(ctx)
-        place, stage, phase, marks = part, first, Int32(0), Int32(0)
-        aside = part + stages * row_bytes
+        stages, row_bytes = self.ring.stages(ctx, pipeline), self.ring.row_bytes(ctx)
+        part = opaque(stages.begin + column * VECTOR_BYTES)
+        place, stage, phase, marks = part, stages.first, Int32(0), Int32(0)
+        aside = part + stages.count * row_bytes
         while marks & int(Mark.STOP) == 0:
             self.ring.take(stage, phase, rHeader)
             header = header_of(rHeader)
@@ -83,8 +83,8 @@ class Consumer:
                 self._end_span(ctx, stage, header)
                 self.ring.leave(ctx, stage)
             place, stage = place + row_bytes, stage + 1
-            if stage == first + stages:
-                place, stage, phase = part, first, phase ^ 1
+            if stage == stages.first + stages.count:
+                place, stage, phase = part, stages.first, phase ^ 1
 
     @cute.jit
     def _take(self, ctx: CombineContext, tPart: Part, header: Header, rSum: cute.Tensor) -> None:

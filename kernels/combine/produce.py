@@ -17,7 +17,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.combine.entries import checked, entry_at, load_entry
 from cute_ep.kernels.combine.piped_schedule import PipelineSchedule
-from cute_ep.kernels.combine.ring import NUMBER_SHIFT, Header, Mark, PipelineParams, Ring
+from cute_ep.kernels.combine.ring import NUMBER_SHIFT, Header, Mark, PipelineParams, Ring, Stages
 from cute_ep.kernels.combine.schedule import Span, row_vectors
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext, given_id
@@ -73,7 +73,8 @@ class Producer:
     @cute.jit
     def run(self, ctx: CombineContext, pipeline: Int32) -> Boolean:
         """False after a timeout."""
-        stage, phase = self.ring.first(pipeline), Int32(1)
+        stages = self.ring.stages(ctx, pipeline)
+        stage, phase = stages.first, Int32(1)
         number, count = ctx.cta * PIPELINES + pipeline, ctx.grid.send_ctas * PIPELINES
         sender, senders = self.schedule.senders(ctx, number), self.schedule.senders(ctx, count)
         item = self.schedule.count()
@@ -82,24 +83,24 @@ class Producer:
         while item < self.schedule.count():
             asked = self.schedule.ask_of(ctx, sender)
             span = self.schedule.span(ctx, item)
-            stage, phase = self._put_rows(ctx, pipeline, stage, phase, span)
-            stage, phase = self._put_end(ctx, pipeline, stage, phase, span)
+            stage, phase = self._put_rows(ctx, stages, stage, phase, span)
+            stage, phase = self._put_end(ctx, stages, stage, phase, span)
             item = self.schedule.next_of(ctx, sender, senders, asked)
         alive = Boolean(True)
         if cutlass.const_expr(self.params.adds):
             if self.params.adds_up(ctx):
                 if (number == quotient(count, 2)) & (ctx.ranks > 1):
                     alive = self.params.compare(ctx)
-                alive, stage, phase = self._put_sums(ctx, pipeline, stage, phase, alive)
+                alive, stage, phase = self._put_sums(ctx, stages, stage, phase, alive)
         stop = Header(Int64(0), Float32(0.0), Int32(int(Mark.STOP)))
-        self.ring.put(ctx, pipeline, stage, phase, stop, Int64(0), Int32(0))
+        self.ring.put(ctx, stages, stage, phase, stop, Int64(0), Int32(0))
         return alive
 
     # ---- what is sent
 
     @cute.jit
     def _put_rows(
-        self, ctx: CombineContext, pipeline: Int32, stage: Int32, phase: Int32, span: Span
+        self, ctx: CombineContext, stages: Stages, stage: Int32, phase: Int32, span: Span
     ) -> tuple[Int32, Int32]:
         """All rows of a span. The next stage and its phase."""
         sEpoch = shared_array(self.params.epoch, Int64)
@@ -131,15 +132,13 @@ class Producer:
                     marks = marks | cutlass.select_(lost, Int32(int(Mark.LOST)), Int32(0))
                     nbytes = cutlass.select_(lost, Int32(0), nbytes)
                 address = row_address(data, found, Int32(ctx.group.hidden * COMBINE_ITEMSIZE))
-                stage, phase = self.ring.put(
-                    ctx, pipeline, stage, phase, Header(to, own_weight, marks), address, nbytes
-                )
+                stage, phase = self.ring.put(ctx, stages, stage, phase, Header(to, own_weight, marks), address, nbytes)
             row, weight = next_row, next_weight
         return stage, phase
 
     @cute.jit
     def _put_end(
-        self, ctx: CombineContext, pipeline: Int32, stage: Int32, phase: Int32, span: Span
+        self, ctx: CombineContext, stages: Stages, stage: Int32, phase: Int32, span: Span
     ) -> tuple[Int32, Int32]:
         """What follows the rows of a span: its chunk's flag, or those of its slices where Lamport rows may contain
         SENTINEL; nothing where there is none. The next stage and its phase."""
@@ -152,14 +151,14 @@ class Producer:
         if flags > 0:
             home = ctx.there(span.source, ctx.arena.return_ready, ctx.rank, flag)
             end = Header(home, Float32(0.0), flags << NUMBER_SHIFT)
-            stage, phase = self.ring.put(ctx, pipeline, stage, phase, end, Int64(0), Int32(0))
+            stage, phase = self.ring.put(ctx, stages, stage, phase, end, Int64(0), Int32(0))
         return stage, phase
 
     # ---- what has come home
 
     @cute.jit
     def _put_sums(
-        self, ctx: CombineContext, pipeline: Int32, stage: Int32, phase: Int32, alive: Boolean
+        self, ctx: CombineContext, stages: Stages, stage: Int32, phase: Int32, alive: Boolean
     ) -> tuple[Boolean, Int32, Int32]:
         """What is added up for a run of tokens after the other, once it is there. False after a timeout; the next stage
         and its phase."""
@@ -179,10 +178,10 @@ class Producer:
                     its_owner, its_row = (cutlass.select_(mine == one, value, Int32(NO_ROW)) for value in (owner, row))
                     entries = TokenEntries(token + one, one * ctx.top_k, its_owner, its_row, weight)
                     if cutlass.const_expr(self.params.partial):
-                        stage, phase = self._put_own_rows(ctx, pipeline, stage, phase, entries)
-                        stage, phase = self._put_rank_sums(ctx, pipeline, stage, phase, entries)
+                        stage, phase = self._put_own_rows(ctx, stages, stage, phase, entries)
+                        stage, phase = self._put_rank_sums(ctx, stages, stage, phase, entries)
                     else:
-                        stage, phase = self._put_slots(ctx, pipeline, stage, phase, entries)
+                        stage, phase = self._put_slots(ctx, stages, stage, phase, entries)
             token, owner, row, weight = following, next_owner, next_row, next_weight
         return alive, stage, phase
 
@@ -221,7 +220,7 @@ class Producer:
 
     @cute.jit
     def _put_slots(
-        self, ctx: CombineContext, pipeline: Int32, stage: Int32, phase: Int32, entries: TokenEntries
+        self, ctx: CombineContext, stages: Stages, stage: Int32, phase: Int32, entries: TokenEntries
     ) -> tuple[Int32, Int32]:
         """A token's rows in the order of its entries, from the arena or, those of the own rank, from where they are.
         The next stage and its phase."""
@@ -242,12 +241,12 @@ class Producer:
             more = left != Uint32(0)
             marks = marks | cutlass.select_(more, Int32(0), Int32(int(Mark.LAST)))
             header = Header(Int64(entries.token), weight, marks)
-            stage, phase = self.ring.put(ctx, pipeline, stage, phase, header, address, nbytes)
+            stage, phase = self.ring.put(ctx, stages, stage, phase, header, address, nbytes)
         return stage, phase
 
     @cute.jit
     def _put_own_rows(
-        self, ctx: CombineContext, pipeline: Int32, stage: Int32, phase: Int32, entries: TokenEntries
+        self, ctx: CombineContext, stages: Stages, stage: Int32, phase: Int32, entries: TokenEntries
     ) -> tuple[Int32, Int32]:
         """The rows of the own rank's partial sum of a token. The next stage and its phase."""
         left = entries.own()
@@ -260,12 +259,12 @@ class Producer:
                 Int64(0), from_lane(entries.weight, lane), (row_vectors(ctx) << NUMBER_SHIFT) | int(Mark.ROW) | last
             )
             address = row_address(ctx.rows.data, from_lane(entries.row, lane), self._row_bytes(ctx))
-            stage, phase = self.ring.put(ctx, pipeline, stage, phase, header, address, self._row_bytes(ctx))
+            stage, phase = self.ring.put(ctx, stages, stage, phase, header, address, self._row_bytes(ctx))
         return stage, phase
 
     @cute.jit
     def _put_rank_sums(
-        self, ctx: CombineContext, pipeline: Int32, stage: Int32, phase: Int32, entries: TokenEntries
+        self, ctx: CombineContext, stages: Stages, stage: Int32, phase: Int32, entries: TokenEntries
     ) -> tuple[Int32, Int32]:
         """What other ranks have sent of a token, in ascending order. The next stage and its phase."""
         home = self._home(ctx, entries.token)
@@ -283,7 +282,7 @@ class Producer:
             more = left != Uint32(0)
             marks = marks | cutlass.select_(more, Int32(0), Int32(int(Mark.LAST)))
             header = Header(Int64(entries.token), Float32(1.0), marks)
-            stage, phase = self.ring.put(ctx, pipeline, stage, phase, header, address, nbytes)
+            stage, phase = self.ring.put(ctx, stages, stage, phase, header, address, nbytes)
         return stage, phase
 
     def _waits(self, ctx: CombineContext, entries: TokenEntries) -> Boolean:

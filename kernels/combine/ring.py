@@ -25,6 +25,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.combine.recv import CombineRecv
 from cute_ep.kernels.combine.schedule import row_vectors
+from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.atoms import bulk, move, plain
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext
@@ -111,6 +112,16 @@ class PipelineParams:
         return every & ~is_lamport(ctx.sums.tokens) & (Int32(1) << ctx.sums.return_slices_log2 <= CHUNK)
 
 
+@dataclass(frozen=True)
+class Stages:
+    """Of a pipeline: the number of the first one, how many there are, and the byte of shared memory at which they
+    begin."""
+
+    first: Int32
+    count: Int32
+    begin: Int32
+
+
 class Ring:
     """The rings of all pipelines of a CTA.
 
@@ -131,32 +142,23 @@ class Ring:
             cute.arch.mbarrier_init(self._barrier(self.empty, ctx.tid), CONSUMERS)
             cute.arch.mbarrier_init_fence()
 
-    def stages(self, ctx: CombineContext) -> Int32:
-        """Stages of a pipeline."""
+    def stages(self, ctx: CombineContext, pipeline: Int32) -> Stages:
+        """Those of a pipeline; a division, for once."""
         fit = Int32(Uint32(ctx.grid.ring_bytes) // Uint32(PIPELINES * self.row_bytes(ctx)))
-        return cutlass.min(fit - self._rows_aside(ctx), Int32(MOST_STAGES))
-
-    def _rows_aside(self, ctx: CombineContext) -> Int32:
-        return Int32(ctx.ranks > 2) if self.aside else Int32(0)
+        aside = Int32(ctx.ranks > 2) if self.aside else Int32(0)
+        count = opaque(cutlass.min(fit - aside, Int32(MOST_STAGES)))
+        begin = align_up(self.shared.nbytes, ALIGNMENT) + pipeline * (count + aside) * self.row_bytes(ctx)
+        return Stages(pipeline * MOST_STAGES, count, opaque(begin))
 
     def row_bytes(self, ctx: CombineContext) -> Int32:
         """From stage to stage."""
         return row_vectors(ctx) * VECTOR_BYTES
 
-    def first(self, pipeline: Int32) -> Int32:
-        """The first stage of a pipeline."""
-        return pipeline * MOST_STAGES
-
-    def begin(self, ctx: CombineContext, pipeline: Int32) -> Int32:
-        """The byte of shared memory at which that begins."""
-        rows = self.stages(ctx) + self._rows_aside(ctx)
-        return align_up(self.shared.nbytes, ALIGNMENT) + pipeline * rows * self.row_bytes(ctx)
-
     @cute.jit
     def put(
         self,
         ctx: CombineContext,
-        pipeline: Int32,
+        stages: Stages,
         stage: Int32,
         phase: Int32,
         header: Header,
@@ -167,7 +169,7 @@ class Ring:
         stage, and its phase, which begins with 1."""
         cute.arch.mbarrier_wait(self._barrier(self.empty, stage), phase)
         cute.arch.sync_warp()  # or a lane that is late would miss that phase
-        full, first = self._barrier(self.full, stage), self.first(pipeline)
+        full = self._barrier(self.full, stage)
         if ctx.lane == 0:
             rHeader = cute.make_rmem_tensor(WORDS, Uint32)
             rHeader[0], rHeader[1] = Uint32(header.home), Uint32(header.home >> 32)
@@ -175,9 +177,9 @@ class Ring:
             move(plain, [rHeader], [shared_array(self.headers, Uint32)[stage, None]])
             cute.arch.mbarrier_arrive_and_expect_tx(full, nbytes)
             if nbytes > 0:
-                bulk(row, self.begin(ctx, pipeline) + (stage - first) * self.row_bytes(ctx), nbytes, full)
-        last = stage + 1 == first + self.stages(ctx)
-        return cutlass.select_(last, first, stage + 1), phase ^ Int32(last)
+                bulk(row, stages.begin + (stage - stages.first) * self.row_bytes(ctx), nbytes, full)
+        last = stage + 1 == stages.first + stages.count
+        return cutlass.select_(last, stages.first, stage + 1), phase ^ Int32(last)
 
     @cute.jit
     def take(self, stage: Int32, phase: Int32, rHeader: cute.Tensor) -> None:
