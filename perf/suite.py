@@ -2,7 +2,7 @@
 
 `python -m perf.suite` (`make perf`) writes run.json, tables.md and, where matplotlib is installed, plots to
 build/perf/<date>-<gpu>x<number>; `perf.report` keeps a run in perf/results. Exit code 1 when something could not be
-measured; the notes in run.json say what.
+measured; the notes in run.json say what. A machine that is lent for minutes takes a run in parts, with `--add`.
 """
 
 from __future__ import annotations
@@ -64,15 +64,25 @@ class Suite:
         console: Console,
         commit: str | None = None,
         packages: Path | None = None,
+        others: Sequence[str] = tuple(peers.PEERS),
     ) -> None:
         self.devices, self.folder, self.library, self.quick = list(devices), folder, library, quick
-        self.console, self.packages = console, packages
+        self.console, self.packages, self.peers = console, packages, others
         self.failed = False
         machine = environment(devices, reproduce("perf.suite", sys.argv[1:]))
         machine |= {"links": link_matrix(), "commit": commit or machine["commit"], "library": library_facts(library)}
         self.run: dict = {"machine": machine, "quick": quick, "notes": [], "seconds": {}, "gpu_state": {}}
         self.run |= {"ceilings": {}, "cases": [], "orders": [], "sweep": [], "sm_ceilings": []}
         self.run |= {"mirror": [], "swiglu": [], "peers": []}
+
+    def add_to(self, earlier: dict) -> None:
+        """Continue a run with further sections. ValueError: it is not of these GPUs, sources, kernels and versions."""
+        before, now = earlier["machine"], self.run["machine"]
+        for name in before.keys() | now.keys():
+            if name not in ("command", "date") and before.get(name) != now.get(name):
+                raise ValueError(f"the run in {self.folder} is of {name} {before.get(name)}, this one {now.get(name)}")
+        command = " && ".join([before["command"], now["command"]])
+        self.run = earlier | {"machine": before | {"command": command}}
 
     def say(self, text: str) -> None:
         """One line of progress."""
@@ -93,7 +103,7 @@ class Suite:
         except Exception as error:  # the other sections have not failed
             self.say(traceback.format_exc())
             self.note(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        self.run["seconds"][name] = round(time.perf_counter() - start, 1)
+        self.run["seconds"][name] = round(self.run["seconds"].get(name, 0) + time.perf_counter() - start, 1)
         torch.cuda.empty_cache()
         self.save()
 
@@ -150,12 +160,13 @@ class Suite:
 
 def run_suite(suite: Suite, sections: Sequence[str]) -> None:
     """Ceilings, then the named sections; other libraries last, when this process holds no memory."""
-    with suite.section("ceilings"):
-        ceilings = measure_ceilings(suite.devices, suite.library)
-        suite.run["ceilings"] = vars(ceilings)
-        suite.look("ceilings")
+    if not suite.run["ceilings"]:
+        with suite.section("ceilings"):
+            suite.run["ceilings"] = vars(measure_ceilings(suite.devices, suite.library))
+            suite.look("ceilings")
     if not suite.run["ceilings"]:
         return
+    ceilings = Ceilings(**suite.run["ceilings"])
     suite.say(tables.ceilings_text(suite.run["ceilings"]))
 
     def work(name: str, measure_all: Callable[[], None]) -> None:
@@ -186,9 +197,15 @@ def run_suite(suite: Suite, sections: Sequence[str]) -> None:
     work("compiled", lambda: suite.measure_compiled(memory))
 
     def others() -> None:
-        count = len(dict.fromkeys(suite.devices))
-        found = peers.run_peers(count, MAIN, suite.quick, suite.say, packages=suite.packages)
-        suite.run |= {"peers": found["rows"], "peer_versions": found["versions"]}
+        before = {name: suite.run.get(name, type(empty)()) for name, empty in (("peers", []), ("peer_versions", {}))}
+
+        def save(found: dict) -> None:
+            suite.run["peers"] = before["peers"] + found["rows"]
+            suite.run["peer_versions"] = before["peer_versions"] | found["versions"]
+            suite.save()
+
+        count, names = len(dict.fromkeys(suite.devices)), suite.peers
+        found = peers.run_peers(count, MAIN, suite.quick, suite.say, names, save=save, packages=suite.packages)
         for text in found["notes"]:
             suite.note(text, failure=False)
 
@@ -203,6 +220,8 @@ def main() -> int:
     parser.add_argument("--devices", default="auto", metavar="LIST", help="as for cute-ep bench")
     parser.add_argument("--library", metavar="DIR", help="folder of compiled kernels to look in first")
     parser.add_argument("--packages", type=Path, metavar="DIR", help="other libraries, as for python -m perf.peers")
+    parser.add_argument("--peers", metavar="P[,P]", help="which other libraries (default all)")
+    parser.add_argument("--add", action="store_true", help="to the run in --out, of the same machine and sources")
     parser.add_argument("--commit", metavar="HASH", help="of these sources, where there is no checkout to ask")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for the results (default build/perf/<date>-<machine>)"
@@ -212,6 +231,9 @@ def main() -> int:
     chosen = tuple(args.sections.split(",")) if args.sections else QUICK_SECTIONS if args.quick else SECTIONS
     if unknown := set(chosen) - set(SECTIONS):
         parser.error(f"sections = {', '.join(sorted(unknown))}: must be out of {', '.join(SECTIONS)}")
+    others = tuple(args.peers.split(",")) if args.peers else tuple(peers.PEERS)
+    if unknown := set(others) - set(peers.PEERS):
+        parser.error(f"peers = {', '.join(sorted(unknown))}: must be out of {', '.join(peers.PEERS)}")
     try:
         devices = parse_devices(args.devices, MAIN.num_experts)
         if devices[0] == "cpu":
@@ -220,11 +242,16 @@ def main() -> int:
         parser.error(str(error))
     today = datetime.date.today().isoformat()
     folder = args.out or ARTEFACTS / f"{today}-{machine_name(devices)}"
-    suite = Suite(devices, folder, args.library, args.quick, console, args.commit, args.packages)
+    suite = Suite(devices, folder, args.library, args.quick, console, args.commit, args.packages, others)
+    if args.add:
+        try:
+            suite.add_to(json.loads((folder / RUN).read_text()))
+        except (OSError, ValueError) as error:
+            parser.error(f"add: {error}")
     suite.say(describe_devices(devices))
     start = time.perf_counter()
     run_suite(suite, chosen)
-    suite.run["seconds"]["all"] = round(time.perf_counter() - start, 1)
+    suite.run["seconds"]["all"] = round(suite.run["seconds"].get("all", 0) + time.perf_counter() - start, 1)
     suite.save()
     drawn = plots.draw(suite.run, suite.folder)
     if not drawn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,6 +119,22 @@ def test_a_section_that_fails_becomes_a_note(tmp_path: Path, monkeypatch: pytest
     )
     assert {"ceilings", "64/8/2 bf16", "swiglu", "peers"} <= set(content["seconds"])
     assert content["machine"]["command"] == "python -m perf.suite --quick"
+    check_that_more_can_be_added(made, content)
+
+
+def check_that_more_can_be_added(made: suite.Suite, content: dict) -> None:
+    """Sections of another call, where nothing but that has changed; ceilings are not measured again."""
+    known = example_run()["peers"][:1]
+    more = suite.Suite(["cpu"], made.folder, None, True, made.console, "feed" * 10, others=("deepep_v2",))
+    more.add_to(deepcopy(content) | {"ceilings": content["ceilings"] | {"flag": 7.0}, "peers": known})
+    suite.run_suite(more, ("peers",))
+    both = json.loads((made.folder / suite.RUN).read_text())
+    assert both["cases"] == content["cases"] and both["ceilings"]["flag"] == 7.0
+    assert both["machine"]["command"] == "python -m perf.suite --quick && python -m perf.suite --quick"
+    assert both["peers"] == known and both["notes"][:-1] == content["notes"]
+    assert both["notes"][-1].startswith("deepep_v2: failed")
+    with pytest.raises(ValueError, match="is of commit feedf"):
+        suite.Suite(["cpu"], made.folder, None, True, made.console, "dead" * 10).add_to(content)
 
 
 def test_a_run_tells_which_kernels_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
