@@ -7,7 +7,7 @@ none. The buffers of a rank, for T tokens on each of R ranks, top-k K:
     x         [T]      its tokens
     messages  [R * T]  tokens that others have sent, by source and token
     rows      [N]      its experts' rows, by expert, source and token
-    returns   [R * T]  what a partial combine has sent home, by owner and token; [K * T] by slot and token: an exact one
+    returns   [R * T]  what other ranks have sent of partial sums, by owner and token; [K * T] by slot: of exact ones
     out       [T]      its sums
 """
 
@@ -50,8 +50,9 @@ def places(rank: int, name: str, rows: torch.Tensor) -> torch.Tensor:
 
 
 def to_the_front(table: torch.Tensor) -> torch.Tensor:
-    """A [N, K] table of places with those of each line before its NONE, in their order."""
-    return table.gather(1, (table < 0).to(torch.int8).argsort(dim=1, stable=True))
+    """A [N, K] table of places with those of each line before its NONE, in their order, as wide as the longest."""
+    most = int((table >= 0).sum(dim=1).max()) if table.numel() else 0
+    return table.gather(1, (table < 0).to(torch.int8).argsort(dim=1, stable=True))[:, :most]
 
 
 def rows_of_entries(cfg: EPConfig, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,21 +127,19 @@ def moves_of(cfg: EPConfig, ids: torch.Tensor, operation: str) -> list[Moves]:
         return [Moves(places(rank, "x", every), torch.cat([*sent, own_rows(rank, rank)], dim=1)), *received]
 
     def combine_partial(rank: int) -> list[Moves]:
-        home = [
-            places(source, "returns", torch.where(is_sent(source, rank), rank * tokens + every, NONE))
-            for source in range(ranks)
-        ]
-        returned = [torch.where(is_sent(rank, to), to * tokens + every, NONE) for to in range(ranks)]
-        sums = Moves(places(rank, "returns", torch.cat(returned, dim=1)), places(rank, "out", every))
-        return [sums, *(Moves(own_rows(rank, source), home[source]) for source in range(ranks))]
+        others = [other for other in range(ranks) if other != rank]
+        came = [places(rank, "returns", torch.where(is_sent(rank, to), to * tokens + every, NONE)) for to in others]
+        sums = Moves(torch.cat([own_rows(rank, rank), *came], dim=1), places(rank, "out", every))
+        home = {to: torch.where(is_sent(to, rank), rank * tokens + every, NONE) for to in others}
+        return [sums, *(Moves(own_rows(rank, to), places(to, "returns", home[to])) for to in others)]
 
     def combine_exact(rank: int) -> list[Moves]:
         slot = torch.arange(top_k) * tokens + every
-        returned = torch.where(owner[rank] < 0, NONE, slot)
-        found = [Moves(places(rank, "returns", returned), places(rank, "out", every))]
-        for source in range(ranks):
-            home = places(source, "returns", torch.where(owner[source] == rank, slot, NONE))
-            found.append(Moves(own_rows(rank, source).view(-1, 1), home.view(-1, 1)))
+        came = places(rank, "returns", torch.where((owner[rank] < 0) | (owner[rank] == rank), NONE, slot))
+        found = [Moves(torch.cat([own_rows(rank, rank), came], dim=1), places(rank, "out", every))]
+        for to in (other for other in range(ranks) if other != rank):
+            home = places(to, "returns", torch.where(owner[to] == rank, slot, NONE))
+            found.append(Moves(own_rows(rank, to).view(-1, 1), home.view(-1, 1)))
         return found
 
     make = {"dispatch": dispatch, "combine_partial": combine_partial, "combine_exact": combine_exact}[operation]

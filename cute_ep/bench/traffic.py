@@ -121,8 +121,9 @@ def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
     Memory counts each row where it is read and where it is written: dispatch reads x, writes and reads every message at
     its receiver, and writes the output rows and scale factors, padding included but for that of blocks, which it
     leaves alone; combine reads the expert rows, writes and reads what returns to its source and writes the sums. Where
-    dispatch encodes nothing, a rank's own tokens are no messages (`kernels/dispatch/given_rows.py`). Rows of the shared
-    expert do not travel in combine: their source reads them where they are. Routing tables (8 bytes a slot to each
+    dispatch encodes nothing, a rank's own tokens are no messages (`kernels/dispatch/given_rows.py`). In combine rows of
+    the own rank's tokens, and of the shared expert, are read where they are, as pipelines do
+    (`kernels/combine/pipeline.py`): other kernels write and read these, too. Routing tables (8 bytes a slot to each
     rank, 16 with router weights) are left out.
 
     Raises:
@@ -146,7 +147,7 @@ def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
     else:
         returned = counts.entries if operation == "combine_exact" else counts.pairs
         moved, logical = returned.T * token, int(counts.entries.sum()) * token
-        at_rank = 2 * moved.sum(dim=0) + made * token
+        at_rank = 2 * (moved - torch.diag(moved.diag())).sum(dim=0) + made * token
     memory = (int(at_rank[rank]) + count * token for rank, count in enumerate(counts.tokens))
     return Traffic(moved - torch.diag(moved.diag()), logical, tuple(memory))
 
