@@ -105,7 +105,7 @@ class Consumer:
             if header.has(Mark.LAST):
                 self._round(send, tPart, header.home, rSum)
             if cutlass.const_expr(self.params.adds):
-                if header.has(Mark.OWN):
+                if header.has(Mark.OWN_END):
                     self._end_own(tPart, header, rSum)
         else:
             self._send_row(ctx, tPart, header)

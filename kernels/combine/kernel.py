@@ -8,7 +8,8 @@
     signal return_ready[d][chunk] = m         --->  wait return_ready[owners][chunk] >= m, sum, write out
                                               <---  signal combine_consumed[s] = m  (start of s's next launch)
 
-While a source has few tokens its returns take arena.lamport_returns and need no signal: see `lamport`.
+While a source has few tokens its returns take arena.lamport_returns and need no signal: see `lamport`. Pipelines that
+add up send nothing to their own rank: see `pipeline`.
 
 What moves, as axes and shape : stride. R ranks, T tokens of a rank (Lamport rows: at most LAMPORT_TOKENS), S slots of a
 token (max(R, top_k); of partial sums R), B = 2 hidden bytes and V = B / 16 vectors of a row, N expert rows:

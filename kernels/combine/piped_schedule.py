@@ -34,6 +34,12 @@ class PipelineSchedule(CombineSchedule):
         super().__init__(epoch, shared)
         self.adds_up = adds_up
 
+    def due(self, ctx: CombineContext, slices: Int32) -> Int32:
+        """None for the own rank where pipelines add up."""
+        if self.adds_up is None:
+            return slices
+        return cutlass.select_(self.adds_up(ctx) & (ctx.lane == ctx.rank), Int32(0), slices)
+
     def by_sources(self, ctx: CombineContext) -> Divisor:
         """All ranks, or all but the own one, which is the last in the order of sources."""
         if self.adds_up is None:
@@ -41,16 +47,21 @@ class PipelineSchedule(CombineSchedule):
         sources = ctx.ranks - Int32(self.adds_up(ctx))
         return Divisor(sources, division_magic(Uint32(cutlass.max(sources, Int32(1)))))
 
-    def senders(self, ctx: CombineContext, pipelines: Int32) -> Int32:
-        """How many of the first `pipelines` pipelines begin with spans."""
+    def senders_before(self, ctx: CombineContext, pipeline: Int32) -> Int32:
+        """How many pipelines before that one begin with spans: its own number among them, if it does."""
         if self.adds_up is None:
-            return pipelines
-        _, adding = ctx.by_ranks.split(pipelines)
-        return pipelines - cutlass.select_(self.adds_up(ctx), adding, Int32(0))
+            return pipeline
+        _, adding = ctx.by_ranks.split(pipeline)
+        return pipeline - cutlass.select_(self.adds_up(ctx), adding, Int32(0))
 
     def sends(self, ctx: CombineContext, pipeline: Int32) -> Boolean:
-        """Whether a pipeline begins with spans; then its number among those that do is `senders(ctx, pipeline)`."""
-        return self.senders(ctx, pipeline + 1) != self.senders(ctx, pipeline)
+        """Whether a pipeline begins with spans."""
+        return self.senders_before(ctx, pipeline + 1) != self.senders_before(ctx, pipeline)
+
+    def compares(self, ctx: CombineContext, pipeline: Int32, pipelines: Int32) -> Boolean:
+        """Whether that one of so many pipelines compares rounds, before it adds up: the first that does not send, so
+        that a rank that has not begun is seen by this."""
+        return pipeline == cutlass.min(ctx.ranks, pipelines) - 1
 
     def first_of(self, sender: Int32, senders: Int32) -> Int32:
         """The first span of a sender."""

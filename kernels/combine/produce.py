@@ -2,7 +2,7 @@
 
 First all rows of its spans, token by token, each token's in the order in which they are added; behind a span a header
 says which flags are due. Then, where pipelines add up, what belongs to this rank's tokens, as soon as the flags of
-other ranks are there. No loop over spans contains a wait for a peer.
+other ranks are there; some pipelines begin with that. No loop over spans contains a wait for a peer.
 
 A token without rows here is passed over: its source knows that. A row that dispatch had no room for comes home as NaN.
 """
@@ -21,7 +21,6 @@ from cute_ep.kernels.combine.ring import NUMBER_SHIFT, Header, Mark, PipelinePar
 from cute_ep.kernels.combine.schedule import Span, row_vectors
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext, given_id
-from cute_ep.kernels.device.divide import quotient
 from cute_ep.kernels.device.lamport import is_lamport, region_of
 from cute_ep.kernels.device.memory import part_at, row_address
 from cute_ep.kernels.device.slices import SEGMENT, from_lane, highest, lowest, without_lowest
@@ -76,7 +75,7 @@ class Producer:
         stages = self.ring.stages(ctx, pipeline)
         stage, phase = stages.first, Int32(1)
         number, count = ctx.cta * PIPELINES + pipeline, ctx.grid.send_ctas * PIPELINES
-        sender, senders = self.schedule.senders(ctx, number), self.schedule.senders(ctx, count)
+        sender, senders = self.schedule.senders_before(ctx, number), self.schedule.senders_before(ctx, count)
         item = self.schedule.count()
         if self.schedule.sends(ctx, number):
             item = self.schedule.first_of(sender, senders)
@@ -89,7 +88,7 @@ class Producer:
         alive = Boolean(True)
         if cutlass.const_expr(self.params.adds):
             if self.params.adds_up(ctx):
-                if (number == quotient(count, 2)) & (ctx.ranks > 1):
+                if self.schedule.compares(ctx, number, count) & (ctx.ranks > 1):
                     alive = self.params.compare(ctx)
                 alive, stage, phase = self._put_sums(ctx, stages, stage, phase, alive)
         stop = Header(Int64(0), Float32(0.0), Int32(int(Mark.STOP)))
@@ -173,7 +172,7 @@ class Producer:
             next_owner, next_row, next_weight = self._load_run(ctx, following, run)  # on their way meanwhile
             alive = self._await(ctx, token + mine, owner)
             if alive:
-                cute.arch.fence_proxy("async.global")  # copies are to read what other ranks have stored
+                cute.arch.fence_proxy("async.global")  # copies read what other ranks have stored
                 for one in cutlass.range(cutlass.min(run, ctx.sums.tokens - token), unroll=1):
                     its_owner, its_row = (cutlass.select_(mine == one, value, Int32(NO_ROW)) for value in (owner, row))
                     entries = TokenEntries(token + one, one * ctx.top_k, its_owner, its_row, weight)
@@ -188,7 +187,7 @@ class Producer:
     @cute.jit
     def _load_run(self, ctx: CombineContext, token: Int32, run: Int32) -> tuple[Int32, Int32, Float32]:
         """(rank, row, weight) of the entry that a lane has of the tokens of a run: NO_ROW as its rank where it is
-        masked, as its row where that is of another rank."""
+        masked, as its row where that is of another rank. NaN is the weight of a row that dispatch had no room for."""
         owner, row, weight = Int32(NO_ROW), Int32(NO_ROW), Float32(1.0)
         index = token * ctx.top_k + ctx.lane
         if (ctx.lane < run * ctx.top_k) & (index < ctx.entries):
@@ -250,7 +249,7 @@ class Producer:
     ) -> tuple[Int32, Int32]:
         """The rows of the own rank's partial sum of a token. The next stage and its phase."""
         left = entries.own()
-        end = int(Mark.OWN) | cutlass.select_(self._waits(ctx, entries), Int32(int(Mark.ASIDE)), Int32(0))
+        end = int(Mark.OWN_END) | cutlass.select_(self._goes_aside(ctx, entries), Int32(int(Mark.ASIDE)), Int32(0))
         while left != Uint32(0):
             lane = entries.first + lowest(left)
             left = without_lowest(left)
@@ -277,7 +276,7 @@ class Producer:
                 owner = lowest(left)
                 left = without_lowest(left)
                 address, nbytes = row_address(home, owner, ctx.arena.returns.stride[2]), self._row_bytes(ctx)
-                joins = (entries.own() != Uint32(0)) & self._waits(ctx, entries) & (owner == highest(below))
+                joins = (entries.own() != Uint32(0)) & self._goes_aside(ctx, entries) & (owner == highest(below))
                 marks = marks | int(Mark.ROW) | cutlass.select_(joins, Int32(int(Mark.JOIN)), Int32(0))
             more = left != Uint32(0)
             marks = marks | cutlass.select_(more, Int32(0), Int32(int(Mark.LAST)))
@@ -285,8 +284,8 @@ class Producer:
             stage, phase = self.ring.put(ctx, stages, stage, phase, header, address, nbytes)
         return stage, phase
 
-    def _waits(self, ctx: CombineContext, entries: TokenEntries) -> Boolean:
-        """Whether the own sum of a token is added behind those of two ranks."""
+    def _goes_aside(self, ctx: CombineContext, entries: TokenEntries) -> Boolean:
+        """Whether the own sum of a token is added behind those of two lower ranks."""
         below = entries.ranks(0, ctx.rank)
         return without_lowest(below) != Uint32(0)
 

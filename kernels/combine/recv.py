@@ -115,7 +115,7 @@ class CombineRecv:
         if not is_lamport(ctx.sums.tokens):
             arrived = Boolean(True)
             if has_bit(filled, lane):
-                # signaled by CombineSend on `owner`
+                # signaled by CombineSend, or a consumer, on `owner`
                 flag = ctx.here(ctx.arena.return_ready, owner, chunk_of(row_slice.index))
                 awaited = self._awaited(ctx, owner, Phase.RETURN, row_slice)
                 arrived = wait_signal(ctx.wait_context, flag, ctx.epoch, awaited)

@@ -41,19 +41,20 @@ ALIGNMENT = 128
 
 
 class Mark(IntEnum):
-    """ROW: there is one. LOST: dispatch had no room for it. LAST: it is its token's, or the token has none. OUT: to be
-    added up for the output. STOP: nothing comes any more. A header without ROW, LAST and STOP ends a span.
+    """ROW: there is one. LOST: it is to be sent, and dispatch had no room for it. LAST: it is its token's, or the token
+    has none. OUT: to be added up for the output. STOP: nothing comes any more. A header without ROW, LAST and STOP ends
+    a span. A row to be added that dispatch had no room for has the weight NaN: what is in its stage does not matter.
 
-    The rows of an own token that make its own rank's partial sum come first. OWN: this one ends it, and it is rounded
-    as if it were sent. To be added to it first or second makes no difference to the sum of another rank; behind two of
-    them the own sum has its place later. ASIDE: so put it aside. JOIN: behind this row it is added."""
+    Partial sums are added in the order of their ranks. The own one is made first, of the own token's rows, and OWN_END
+    stands beside the last of these: it is rounded as if it were sent. That is right where at most one lower rank has
+    rows, since a + b = b + a. Otherwise it is put ASIDE, and JOINs behind the highest lower rank's sum."""
 
     ROW = 1
     LOST = 2
     LAST = 4
     OUT = 8
     STOP = 16
-    OWN = 32
+    OWN_END = 32
     ASIDE = 64
     JOIN = 128
 

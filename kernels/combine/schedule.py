@@ -92,7 +92,7 @@ class CombineSchedule:
         spans = cute.arch.vote_any_sync(~is_lamport(tokens))
         if cutlass.const_expr(self.piped):
             spans = Boolean(True)
-        most = Int32(cute.arch.warp_redux_sync(tokens << log2, "max"))
+        most = Int32(cute.arch.warp_redux_sync(self.due(ctx, tokens << log2), "max"))
         if spans:
             most = (most + self._in_span(ctx) - 1) >> highest(Uint32(self._in_span(ctx)))
         items = most * self.by_sources(ctx).extent
@@ -129,6 +129,10 @@ class CombineSchedule:
         turn, run = self.by_sources(ctx).split(item)
         source = ctx.rank + 1 + turn
         return source - cutlass.select_(source >= ctx.ranks, ctx.ranks, Int32(0)), run
+
+    def due(self, ctx: CombineContext, slices: Int32) -> Int32:
+        """How many of them are sent to the source that is this lane."""
+        return slices
 
     def by_sources(self, ctx: CombineContext) -> Divisor:
         """The number of sources that rows are sent to."""

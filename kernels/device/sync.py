@@ -16,7 +16,7 @@ no ordering. (A word that no round has written for exactly 2^32 rounds would pas
 | `warp_all`     | vote, bar.warp.sync                   | one lane's wait -> the whole warp, and verdict   |
 | `count_exit`   | atom.relaxed                          | publication -> retraction, if a wait failed      |
 | `grid_barrier` | atom.release.gpu, ld.acquire.sys loop | all of every CTA before it -> all after it       |
-| `take_ticket`  | atom.relaxed.gpu                      | nothing: a ticket goes to one CTA                |
+| `take_ticket`  | atom.relaxed.gpu                      | nothing: a ticket goes to one warp or CTA        |
 | `send`         | st.relaxed.sys.v4.b32                 | nothing: a word that is not SENTINEL has arrived |
 | `poll`         | ld.relaxed.sys.v4.b32                 | nothing: the value is in the word                |
 

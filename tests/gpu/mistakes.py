@@ -210,6 +210,67 @@ MUTANTS = {
             ),
         ),
     ),
+    # the first consumer at a span's end signals its flags, others have not stored their segments
+    "PIPED_EARLY_FLAG": Mutant(
+        "combines on few SMs",
+        (
+            Edit(
+                "kernels/combine/consume.py",
+                "        last = (from_lane(before, 0) + 1) % CONSUMERS == 0\n",
+                "        last = from_lane(before, 0) % CONSUMERS == 0\n",
+            ),
+        ),
+    ),
+    # runs of own tokens are dealt out by the counter of spans: some of either are left out
+    "PIPED_ONE_COUNTER": Mutant(
+        "combines on few SMs",
+        (
+            Edit(
+                "kernels/combine/piped_schedule.py",
+                "self.take(ctx, ctx.ranks - 1, Int32(0))",
+                "self.take(ctx, Int32(0), Int32(0))",
+            ),
+        ),
+    ),
+    # their own counter begins where that of the round before last ended
+    "PIPED_RUNS_GO_ON": Mutant(
+        "combines on few SMs",
+        (Edit("kernels/combine/schedule.py", "ctx.ranks * COUNTERS", "(ctx.ranks - 1) * COUNTERS"),),
+    ),
+    # sums of other ranks are added without a wait for them
+    "PIPED_UNAWAITED": Mutant(
+        "combines on few SMs",
+        (
+            Edit(
+                "kernels/combine/produce.py",
+                "if (owner >= 0) & (owner != ctx.rank):",
+                "if (owner > 99) & (owner != ctx.rank):",
+            ),
+        ),
+    ),
+    # the own sum is the first one, also behind two lower ranks
+    "PIPED_OWN_FIRST": Mutant(
+        "combines on few SMs",
+        (
+            Edit(
+                "kernels/combine/produce.py",
+                "        return without_lowest(below) != Uint32(0)\n",
+                "        return without_lowest(below) > Uint32(1 << 31)\n",
+            ),
+        ),
+    ),
+    # bulk copies are not ordered behind the flags: no GPU need show it
+    "PIPED_NO_FENCE": Mutant(
+        "combines on few SMs",
+        (
+            Edit(
+                "kernels/combine/produce.py",
+                '                cute.arch.fence_proxy("async.global")  # copies read what other ranks have stored\n',
+                "",
+            ),
+        ),
+        promised=False,
+    ),
     # "consumed" does not order the clearing before it: no GPU has shown it, tests/aot sees it in machine code
     "WEAK_ACK": Mutant(
         "combines of few",

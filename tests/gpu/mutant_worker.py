@@ -46,7 +46,7 @@ def visible_gpus() -> list[str]:
 def try_case(case: Case, library: Path, seeds: int) -> str | None:
     """What a schedule finds in so many runs, None when nothing."""
     devices = ["cuda:0"] * RANKS
-    communicators = connection.connect_local(config_of(case, RANKS, TIMEOUT_S), devices, library=library)
+    communicators = connection.connect_local(config_of(case, RANKS, TIMEOUT_S), devices, sms=case.sms, library=library)
     for seed in range(seeds):
         try:
             run_schedules(Run(communicators, case, seed), seed=seed)

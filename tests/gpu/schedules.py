@@ -77,6 +77,7 @@ class Case:
             holds it.
         streams: dispatches on one stream, combines on another, with an event between a batch's; ranks with a GPU each.
         crossed: in the last combine rank 0 gives back the first batch, and the others the last one.
+        sms: budget of each rank, which has pipelines for many tokens; None: the default.
         by_rank: all calls of a rank are enqueued before any of the next one's; otherwise call after call on all ranks.
     """
 
@@ -88,6 +89,7 @@ class Case:
     idle: bool = False
     streams: bool = False
     crossed: bool = False
+    sms: int | None = None
     by_rank: bool = True
 
 
@@ -104,6 +106,8 @@ CASES = {
     "split combines": Case("split combines"),
     "streams": Case("split", streams=True),
     "crossed": Case("dispatches", "few", crossed=True),
+    "combines on few SMs": Case("combines", "many", idle=True, sms=4),
+    "two ahead on few SMs": Case("two ahead", slow=True, sms=4),
 }
 """The schedules that GPU tests run; `mutants` says which of them finds which mistake."""
 

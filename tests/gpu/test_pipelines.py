@@ -9,6 +9,7 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
+from cute_ep.layouts.maps.launch import LEAST_STAGES, PIPELINES
 from cute_ep.layouts.maps.routing import EXPERT_MAJOR, RANK_MAJOR, RowOrder
 from cute_ep.testing.verify import RoundOptions, check_round
 from cute_ep.testing.workloads import make_inputs
@@ -23,8 +24,8 @@ COUNTS = ([MOST, MOST], [MOST, 0], [LAMPORT_TOKENS, MOST], [LAMPORT_TOKENS + 1, 
 PAIR = ["cuda:0"] * 2
 
 
-def config(hidden: int, top_k: int = 8, **options: object) -> EPConfig:
-    return EPConfig(hidden, 32, top_k, MOST, 2, "bf16", 20, **options)
+def config(hidden: int, top_k: int = 8, ranks: int = 2, **options: object) -> EPConfig:
+    return EPConfig(hidden, 48, top_k, MOST, ranks, "bf16", 20, **options)
 
 
 @pytest.mark.parametrize("sms", [1, 2, 5, 16])
@@ -38,10 +39,13 @@ def test_bytes_are_those_of_the_reference(hidden: int, sms: int) -> None:
             check_round(communicators, inputs, RoundOptions(split, seed=seed))
 
 
-@pytest.mark.parametrize(("ranks", "sms"), [(1, 20), (3, 5), (8, 4)])
-def test_own_sums_have_their_place_among_those_of_other_ranks(ranks: int, sms: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "sms", "hidden", "top_k"),
+    [(1, 20, 1280, 6), (3, 5, 7168, 6), (8, 4, 1280, 6), (3, 5, 512, 1), (4, 3, 6656, 20), (4, 3, 256, 32)],
+)
+def test_own_sums_have_their_place_among_those_of_other_ranks(ranks: int, sms: int, hidden: int, top_k: int) -> None:
     """The rows of a rank's own tokens are added up before what others send, and count behind that of lower ranks."""
-    cfg = EPConfig(1280, 8 * ranks, 6, MOST, ranks, "bf16", 20)
+    cfg = EPConfig(hidden, 8 * ranks, top_k, MOST, ranks, "bf16", 20)
     with connected(cfg, ["cuda:0"] * ranks, sms=sms) as communicators:
         assert all(one._cache._ring_bytes for one in communicators)
         for seed, routing in enumerate(ROUTINGS):
@@ -69,6 +73,17 @@ def test_launch_shapes_do_not_change_bytes(senders: float, slices: int) -> None:
     with connected(config(2048), PAIR, sms=12, tuning=Tuning((entry,), (entry,))) as communicators:
         for seed, counts in enumerate(COUNTS):
             check_round(communicators, make_inputs(communicators[0].cfg, counts, "zipf", seed))
+
+
+@pytest.mark.parametrize("hidden", [1280, 7168])
+def test_the_least_stages_are_enough(hidden: int) -> None:
+    """Two of them, and a row that is put aside, or three where none is."""
+    with connected(config(hidden, ranks=3), ["cuda:0"] * 3, sms=3) as communicators:
+        for one in communicators:
+            one._cache._ring_bytes = (LEAST_STAGES + 1) * PIPELINES * 2 * hidden
+        for seed, routing in enumerate(ROUTINGS):
+            inputs = make_inputs(communicators[0].cfg, [MOST, MOST - 9, LAMPORT_TOKENS + 1], routing, seed)
+            check_round(communicators, inputs, RoundOptions(seed=seed))
 
 
 def test_rows_that_are_too_long_for_pipelines_are_sent_without() -> None:

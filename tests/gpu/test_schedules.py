@@ -32,10 +32,10 @@ def groups() -> Iterator[Groups]:
     with ExitStack() as stack:
         made: dict[tuple, list] = {}
 
-        def group(cfg: EPConfig, devices: list[str], share: int = 1, number: int = 0) -> list:
-            key = cfg, tuple(devices), share, number
+        def group(cfg: EPConfig, devices: list[str], share: int = 1, number: int = 0, sms: int | None = None) -> list:
+            key = cfg, tuple(devices), share, number, sms
             if key not in made or any(communicator.failed for communicator in made[key]):
-                made[key] = stack.enter_context(connected(cfg, devices, sms=sms_of(devices, share)))
+                made[key] = stack.enter_context(connected(cfg, devices, sms=sms or sms_of(devices, share)))
             return made[key]
 
         yield group
@@ -46,7 +46,9 @@ def test_schedule(devices: list[str], groups: Groups, name: str) -> None:
     case = CASES[name]
     if case.streams and len(set(devices)) < len(devices):
         pytest.skip("ranks that share a GPU have one stream each")
-    run_schedules(Run(groups(config_of(case, len(devices)), devices, 1 + case.streams), case), seed=1)
+    communicators = groups(config_of(case, len(devices)), devices, 1 + case.streams, sms=case.sms)
+    assert case.sms is None or all(communicator._cache._ring_bytes for communicator in communicators)
+    run_schedules(Run(communicators, case), seed=1)
 
 
 def test_two_streams_of_a_rank_alone(groups: Groups) -> None:

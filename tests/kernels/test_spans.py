@@ -57,7 +57,7 @@ def test_pipelines_have_every_span_once(ctas: int, ranks: int, adds: bool, monke
     ctx = SimpleNamespace(ranks=Int32(ranks), by_ranks=Divisor(Int32(ranks), Uint32(-(-(2**32) // ranks) % 2**32)))
 
     def places(pipeline):
-        sender = schedule.senders(ctx, pipeline)
+        sender = schedule.senders_before(ctx, pipeline)
         return Int32(schedule.sends(ctx, pipeline)), sender, schedule._turn(ctx, sender)
 
     sends, sender, turn = (

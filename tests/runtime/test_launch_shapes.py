@@ -13,7 +13,7 @@ import torch
 from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, has_whole_segments
 from cute_ep.layouts.maps.formats import FORMATS
-from cute_ep.layouts.maps.launch import PIPED_THREADS
+from cute_ep.layouts.maps.launch import LEAST_STAGES, PIPED_THREADS, PIPELINES, RING_BYTES
 from cute_ep.layouts.maps.parameters import numbers
 from cute_ep.layouts.maps.variants import COMBINE_MODES, CombineMode
 from cute_ep.runtime.communicator import Communicator
@@ -167,7 +167,7 @@ def test_slots_of_partial_sums_lie_side_by_side(make_rank: MakeRank, launches: L
     assert sum(kernel.endswith("partial") for kernel in launches.kernels) == 3
 
 
-RING = 200 << 10
+RING, LEAST_RING = RING_BYTES, (LEAST_STAGES + 1) * PIPELINES * 14336
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,8 @@ RING = 200 << 10
         pytest.param("combine", 0, 7168, True, RING, False, id="no tokens: others may have few"),
         pytest.param("combine", 4096, 7168, False, RING, False, id="two CTAs on an SM"),
         pytest.param("combine", 4096, 7184, True, RING, False, id="longer rows than consumers take"),
-        pytest.param("combine", 4096, 7168, True, 4 * 14336 - 1, False, id="no room for the least stages"),
+        pytest.param("combine", 4096, 7168, True, LEAST_RING, True, id="the least stages, and a row aside"),
+        pytest.param("combine", 4096, 7168, True, LEAST_RING - 1, False, id="no room for them"),
         pytest.param("combine", 4096, 7168, True, 0, False, id="no stages"),
     ],
 )
