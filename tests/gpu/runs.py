@@ -70,13 +70,15 @@ class Batch:
         self._sums: dict[tuple[int, str], list[torch.Tensor]] = {}
 
     def rows(self, turn: int) -> list[torch.Tensor]:
-        """Expert rows a rank, other ones each turn."""
+        """Expert rows a rank, other ones each turn, of such different sizes that the order of additions shows."""
         if turn not in self._rows:
             self._rows[turn] = []
             for rank, device in enumerate(self.devices):
                 generator = torch.Generator(device).manual_seed(1000 * self.number + 10 * turn + rank)
                 shape = int(self.expected[rank].num_rows), self.cfg.hidden
-                self._rows[turn].append(torch.randn(shape, generator=generator, device=device).bfloat16())
+                size = torch.randint(-12, 13, (shape[0], 1), generator=generator, device=device)
+                rows = torch.randn(shape, generator=generator, device=device) * torch.exp2(size.float())
+                self._rows[turn].append(rows.bfloat16())
         return self._rows[turn]
 
     def sums(self, turn: int, mode: str) -> list[torch.Tensor]:
