@@ -9,6 +9,7 @@ Python alone (`launcher.c`).
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
@@ -134,7 +135,7 @@ def of_combine(rows: torch.Tensor, dispatched: Dispatched, whole: bool, mode: st
 def of_returned(rows: torch.Tensor, dispatched: Dispatched, whole: bool, mode: str) -> Kind:
     """Of `combine_async`, as above."""
     read = rows, *_left(dispatched, whole), dispatched.topk_ids
-    return *read, None, mode, *_how(dispatched), None if whole else dispatched.rank
+    return *read, None, _word(mode), *_how(dispatched), None if whole else dispatched.rank
 
 
 def of_summed(pending: PendingCombine, options: SumOptions) -> Kind:
@@ -159,7 +160,12 @@ def _summed(dispatched: Dispatched, mode: str, options: SumOptions) -> Kind:
     weights, out, dtype, epilogue_data = options
     if weights is None and mode == "exact":
         weights = dispatched.router_weights
-    return dispatched.topk_ids, weights, epilogue_data, out, None, mode, dtype, *_how(dispatched)
+    return dispatched.topk_ids, weights, epilogue_data, out, None, _word(mode), dtype, *_how(dispatched)
+
+
+def _word(mode: object) -> object:
+    """The one object for a mode that is a word: callers may make another one each time."""
+    return sys.intern(mode) if type(mode) is str else mode
 
 
 def _how(dispatched: Dispatched) -> Kind:

@@ -15,6 +15,7 @@ import torch
 from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
+from cute_ep.api.types import CombineMode
 from cute_ep.layouts.maps.variants import NO_HOOKS
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.launcher import missing
@@ -158,6 +159,17 @@ def test_a_combine_is_launched_as_by_python(make_rank: MakeRank, launches: Launc
         with by_python(rank):
             rank.combine(rows, batch, out=result, **options)
         assert (got if own else without_outputs(got)) == (launches.last() if own else without_outputs(launches.last()))
+
+
+@pytest.mark.parametrize("mode", ["partial", "exact", "unweighted"])
+def test_a_mode_may_be_computed_each_time(make_rank: MakeRank, launches: Launches, mode: CombineMode) -> None:
+    rank = make_rank()
+    batch, rows = rank.dispatch(**arguments(rank.cfg)), torch.zeros(rank.cfg.max_rows, rank.cfg.hidden).bfloat16()
+    rank.combine(rows, batch, mode="".join(mode))
+    rank.combine_wait(rank.combine_async(rows, batch, "".join(mode)))
+    with compiled(launches, 3):
+        rank.combine(rows, batch, mode="".join([*mode]))
+        rank.combine_wait(rank.combine_async(rows, batch, "".join([*mode])))
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
