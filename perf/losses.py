@@ -16,10 +16,10 @@ BYTES_TOKENS = 128
 """From this many tokens on a ratio to the floor says something about bytes; below, about latency."""
 CHANGES = {
     "partial pair, no graph": "less of each call in Python",
-    "partial pair": "own tokens that do not pass the arena",
+    "partial pair": "order `rank_major`, which writes each row once, as theirs",
     "exact pair": "mode `partial`, for every expert's row crosses the link",
-    "dispatch": "more bytes in flight on each SM",
-    "combine": "more bytes in flight on each SM",
+    "dispatch": "order `rank_major`, which writes each row once, as theirs",
+    "combine": "pipelines also for 1024 tokens and fewer",
     "SwiGLU": "unknown",
 }
 """What would change a loss as far as analysis says, not shown; by how the name of its case begins."""
