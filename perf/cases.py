@@ -26,13 +26,15 @@ SWEEP_OPERATIONS = {"bf16": ("dispatch", "combine_partial"), "nvfp4": ("dispatch
 """By format; the format makes no difference to a combine."""
 CEILING_TOKENS = (1024, 4096)
 """Of SWEEP_TOKENS those at which the ceiling of so many SMs is measured: rows of fewer stay in the L2 cache."""
+PEER_TOKENS = (1, 16, 128, 512, 1024, 4096, 8192)
+"""Tokens a rank at which other libraries are measured, and pairs of rows in their order, by source rank."""
 ORDER_TOKENS = (1, 128, 4096)
 BLOCK_TOKENS = 128
 """Most tokens a rank where each local expert has a block, which has room for all tokens of all ranks."""
 ORDER_OPERATIONS = {
     "expert_major": ("dispatch", "combine_exact", "combine_partial"),
     "blocks": ("dispatch", "combine_exact", "combine_partial"),
-    "rank_major": ("dispatch", "combine_partial"),
+    "rank_major": ("dispatch", "combine_partial", "pair"),
 }
 MIRROR_TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 

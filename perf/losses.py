@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from perf.cases import MAIN
 from perf.peer_list import CHAINED, PEERS
 from perf.peer_tables import fastest_ways, name_of
-from perf.values import by_point, exact_pairs, faster, medians, ratio, swiglu_key
+from perf.values import by_point, exact_pairs, faster, medians, ranked_pairs, ratio, swiglu_key
 
 WORST = 1
 """Operations farthest from their floor that the text names."""
@@ -17,6 +17,7 @@ BYTES_TOKENS = 128
 CHANGES = {
     "partial pair, no graph": "less of each call in Python",
     "partial pair": "order `rank_major`, which writes each row once, as theirs",
+    "rank-major pair": "fewer instructions and flags a token",
     "exact pair": "mode `partial`, for every expert's row crosses the link",
     "dispatch": "order `rank_major`, which writes each row once, as theirs",
     "combine": "pipelines also for 1024 tokens and fewer",
@@ -53,6 +54,8 @@ class Loss:
 
 
 PARTIAL, EXACT = "partial pair", "exact pair"
+RANKED = "rank-major pair"
+"""A partial one, of rows as other libraries have them."""
 UNQUEUED = "partial pair, no graph, longer of GPU and host time"
 
 
@@ -83,6 +86,7 @@ def losses(run: dict) -> Iterator[Loss]:
     """Where another library is faster: pairs with either combine and without a graph, operations on at least as many
     SMs as it takes, SwiGLU."""
     yield from lost_to(PARTIAL, run["peers"], "pair", medians(run, "pair"))
+    yield from lost_to(RANKED, run["peers"], "pair", ranked_pairs(run))
     yield from lost_to(EXACT, run["peers"], "pair", exact_pairs(run))
     own = medians({"cases": queued(run["cases"])}, CHAINED)
     yield from lost_to(UNQUEUED, queued(run["peers"]), CHAINED, own)

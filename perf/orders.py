@@ -9,7 +9,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.bench.ceilings import Ceilings, floors
 from cute_ep.bench.measure import make_sets, measure
 from cute_ep.runtime.connection import connected
-from perf.cases import BLOCK_TOKENS, MAIN, ORDER_OPERATIONS, ORDER_TOKENS, QUICK_FORMATS
+from perf.cases import BLOCK_TOKENS, MAIN, ORDER_OPERATIONS, ORDER_TOKENS, PEER_TOKENS, QUICK_FORMATS
 
 
 def in_order(cfg: EPConfig, order: str) -> EPConfig:
@@ -27,12 +27,13 @@ def measure_orders(
     results = []
     for fmt in QUICK_FORMATS:
         for order, operations in ORDER_OPERATIONS.items():
-            for tokens in ORDER_TOKENS:
+            for tokens in PEER_TOKENS if "pair" in operations else ORDER_TOKENS:
                 if order == "blocks" and tokens > BLOCK_TOKENS:
                     continue
+                measured = operations if tokens in ORDER_TOKENS else ("pair",)
                 cfg = in_order(MAIN.config(fmt, len(devices), max(tokens, BLOCK_TOKENS)), order)
                 with connected(cfg, devices, library=library) as communicators:
-                    for case in measure(communicators, make_sets(cfg, devices, tokens), operations):
+                    for case in measure(communicators, make_sets(cfg, devices, tokens), measured):
                         results.append({"order": order} | case | floors(case["parts"], ceilings))
         say(f"orders of rows, {fmt}")
     return results

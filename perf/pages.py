@@ -28,7 +28,7 @@ from perf.tables import (
     software_text,
     taken_text,
 )
-from perf.values import TIE, exact_pairs, faster, medians
+from perf.values import TIE, exact_pairs, faster, medians, ranked_pairs
 
 PLOTS = {
     "peers": "Pairs by tokens, with NCCL and DeepEP",
@@ -115,7 +115,11 @@ def orders_text(run: dict) -> str:
     """Dispatch by the order of rows; "" where it was not measured."""
     dispatches = [case for case in run["orders"] if case["operation"] == "dispatch"]
     table = orders_table(dispatches, named=False)
-    return f"Dispatch by the order of rows, over the floor in brackets:\n\n{table}" if table else ""
+    text = f"Dispatch by the order of rows, over the floor in brackets:\n\n{table}" if table else ""
+    pairs = {tokens: time for (tokens, fmt), time in sorted(ranked_pairs(run).items()) if fmt == "bf16"}
+    sizes = ", ".join(map(str, pairs))
+    words = f"BF16 partial pairs by source rank, as others have rows: of {sizes} tokens {commas(pairs.values())} us."
+    return "\n\n".join([text] * bool(text) + [words] * bool(pairs))
 
 
 def predictions_text(run: dict, fits: dict) -> str:

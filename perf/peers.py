@@ -26,12 +26,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from perf.cases import MAIN, QUICK_TOKENS, Shape
+from perf.cases import MAIN, PEER_TOKENS, QUICK_TOKENS, Shape
 from perf.peer_list import CHAINED, ENVIRONMENT, PEERS
 from perf.peer_packages import environment_of, wheel_commands
 from perf.peer_processes import Worker, places, wait_for_all
 
-PEER_TOKENS = (1, 16, 128, 512, 1024, 4096, 8192)
 START_S = 45.0
 """Budget from a process's start to its first peer: imports and NCCL, about 10 s where the files are cached."""
 BUDGETS_S = {name: peer.budget_s for name, peer in PEERS.items()}

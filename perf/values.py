@@ -39,6 +39,15 @@ def medians(run: dict, operation: str, of: str = "p50_us") -> dict[tuple[int, st
     }
 
 
+def ranked_pairs(run: dict) -> dict[tuple[int, str], float]:
+    """(tokens, format) -> microseconds of a partial pair of rows by source rank, as other libraries have them."""
+    return {
+        (one["tokens"], one["format"]): one["p50_us"]
+        for one in run["orders"]
+        if (one["order"], one["operation"]) == ("rank_major", "pair")
+    }
+
+
 def exact_pairs(run: dict) -> dict[tuple[int, str], float]:
     """`medians` of dispatch and exact combine: measured as pairs, or else the sums of two that were measured alone."""
     dispatch, combine = medians(run, "dispatch"), medians(run, "combine_exact")

@@ -71,6 +71,7 @@ def test_the_report_says_where_exact_combine_and_few_sms_lose() -> None:
             row("nccl_ag_rs", "combine", 1.0),
         ],
         "sweep": [case("combine_partial", time) | {"sms": sms} for sms, time in ((16, 9.0), (32, 7.0), (132, 5.0))],
+        "orders": [case("dispatch", 1.0) | {"order": "rank_major"}, case("pair", 7.0) | {"order": "expert_major"}],
         "swiglu": [],
         "compiled": [],
     }
@@ -87,6 +88,11 @@ def test_the_report_says_where_exact_combine_and_few_sms_lose() -> None:
     assert f"- {pages.loss_lines([loss])[0]}" in pages.losses_text(run).splitlines()
     run["cases"].append(case("pair_exact", 11.0))  # measured as a pair it wins
     assert next(losses.losses(run)).points == ((1, 10.0, 11.0),)
+    run["orders"].append(case("pair", 12.5) | {"order": "rank_major"})
+    assert next(losses.losses(run)) == losses.Loss("rank-major pair", "nccl ag rs bf16", ((9, 12.0, 12.5),))
+    assert "BF16 partial pairs by source rank, as others have rows: of 9 tokens 12.5 us." in pages.orders_text(
+        run | {"orders": run["orders"][-1:]}
+    )
 
 
 def test_farthest_from_the_floor() -> None:
