@@ -31,7 +31,7 @@ demo: $(VENV)/package.stamp  ## one MoE layer on real text; GPUs if there are an
 	else $(VENV)/bin/cute-ep demo; fi
 
 test: $(VENV)/test.stamp build/library/all.stamp  ## all tests that need no GPU, the kernels of all architectures built first
-	$(PY) -m pytest -n $(JOBS) --dist worksteal --ignore tests/gpu tests
+	$(PY) -m pytest -n $$(($(JOBS) + 1)) --dist worksteal --ignore tests/gpu tests  # one more, since some tests wait
 
 test-gpu: $(VENV)/package.stamp  ## tests on this machine's GPUs, with the kernels in build/library
 	@$(PY) -c 'import sys, torch; torch.cuda.device_count() or sys.exit("test-gpu: torch finds no CUDA GPU here")'
