@@ -28,6 +28,7 @@ from pathlib import Path
 from perf import peers
 from perf.cases import MAIN, Shape
 from perf.cells import markdown
+from perf.command_line import words_of
 from perf.peer_list import LIBRARIES, PEERS
 from perf.runs import kept_beside, reproduce, rounded
 from perf.tables import machine_text
@@ -261,9 +262,7 @@ def main() -> int:
     if args.table:
         sys.stdout.write(table(json.loads(args.table.read_text())))
         return 0
-    names = args.adapters.split(",")
-    if unknown := set(names) - set(ADAPTERS):
-        parser.error(f"adapters = {', '.join(sorted(unknown))}: must be out of {', '.join(ADAPTERS)}")
+    names = words_of(parser, "adapters", args.adapters, ADAPTERS)
 
     from cute_ep.bench.machine import environment, link_matrix
 

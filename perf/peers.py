@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from perf.cases import MAIN, PEER_TOKENS, QUICK_TOKENS, Shape
+from perf.command_line import words_of
 from perf.peer_list import CHAINED, ENVIRONMENT, PEERS
 from perf.peer_packages import environment_of, wheel_commands
 from perf.peer_processes import Worker, places, wait_for_all
@@ -262,9 +263,7 @@ def main() -> None:
     if args.wheels:
         sys.stdout.write("\n".join(wheel_commands()) + "\n")
         return
-    names = args.peers.split(",")
-    if unknown := set(names) - set(PEERS):
-        parser.error(f"peers = {', '.join(sorted(unknown))}: must be out of {', '.join(PEERS)}")
+    names = words_of(parser, "peers", args.peers, PEERS)
 
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the workers end too
 

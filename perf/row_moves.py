@@ -113,31 +113,31 @@ def moves_of(cfg: EPConfig, ids: torch.Tensor, operation: str) -> list[Moves]:
         """[T, 1] whether a token has an entry there."""
         return (owner[source] == to).any(dim=1, keepdim=True)
 
+    def others(rank: int) -> list[int]:
+        return [other for other in range(ranks) if other != rank]
+
     def dispatch(rank: int) -> list[Moves]:
         sent = [
-            places(to, "messages", torch.where(is_sent(rank, to), rank * tokens + every, NONE))
-            for to in range(ranks)
-            if to != rank
+            places(to, "messages", torch.where(is_sent(rank, to), rank * tokens + every, NONE)) for to in others(rank)
         ]
         received = [
-            Moves(places(rank, "messages", source * tokens + every), own_rows(rank, source))
-            for source in range(ranks)
-            if source != rank
+            Moves(places(rank, "messages", source * tokens + every), own_rows(rank, source)) for source in others(rank)
         ]
         return [Moves(places(rank, "x", every), torch.cat([*sent, own_rows(rank, rank)], dim=1)), *received]
 
     def combine_partial(rank: int) -> list[Moves]:
-        others = [other for other in range(ranks) if other != rank]
-        came = [places(rank, "returns", torch.where(is_sent(rank, to), to * tokens + every, NONE)) for to in others]
+        came = [
+            places(rank, "returns", torch.where(is_sent(rank, to), to * tokens + every, NONE)) for to in others(rank)
+        ]
         sums = Moves(torch.cat([own_rows(rank, rank), *came], dim=1), places(rank, "out", every))
-        home = {to: torch.where(is_sent(to, rank), rank * tokens + every, NONE) for to in others}
-        return [sums, *(Moves(own_rows(rank, to), places(to, "returns", home[to])) for to in others)]
+        home = {to: torch.where(is_sent(to, rank), rank * tokens + every, NONE) for to in others(rank)}
+        return [sums, *(Moves(own_rows(rank, to), places(to, "returns", home[to])) for to in home)]
 
     def combine_exact(rank: int) -> list[Moves]:
         slot = torch.arange(top_k) * tokens + every
         came = places(rank, "returns", torch.where((owner[rank] < 0) | (owner[rank] == rank), NONE, slot))
         found = [Moves(torch.cat([own_rows(rank, rank), came], dim=1), places(rank, "out", every))]
-        for to in (other for other in range(ranks) if other != rank):
+        for to in others(rank):
             home = places(to, "returns", torch.where(owner[to] == rank, slot, NONE))
             found.append(Moves(own_rows(rank, to).view(-1, 1), home.view(-1, 1)))
         return found

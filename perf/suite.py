@@ -30,6 +30,7 @@ from cute_ep.bench.measure import make_sets, measure
 from cute_ep.runtime.connection import connected
 from perf import peers, plots, tables
 from perf.cases import MAIN, MIRROR_TOKENS, QUICK_FORMATS, Group, case_groups
+from perf.command_line import words_of
 from perf.mirror import GPUS, measure_mirror
 from perf.orders import measure_orders
 from perf.runs import ARTEFACTS, RUN, reproduce
@@ -197,11 +198,10 @@ def run_suite(suite: Suite, sections: Sequence[str]) -> None:
     work("compiled", lambda: suite.measure_compiled(memory))
 
     def others() -> None:
-        before = {name: suite.run.get(name, type(empty)()) for name, empty in (("peers", []), ("peer_versions", {}))}
+        rows, versions = suite.run["peers"], suite.run.get("peer_versions", {})
 
         def save(found: dict) -> None:
-            suite.run["peers"] = before["peers"] + found["rows"]
-            suite.run["peer_versions"] = before["peer_versions"] | found["versions"]
+            suite.run |= {"peers": rows + found["rows"], "peer_versions": versions | found["versions"]}
             suite.save()
 
         count, names = len(dict.fromkeys(suite.devices)), suite.peers
@@ -220,7 +220,7 @@ def main() -> int:
     parser.add_argument("--devices", default="auto", metavar="LIST", help="as for cute-ep bench")
     parser.add_argument("--library", metavar="DIR", help="folder of compiled kernels to look in first")
     parser.add_argument("--packages", type=Path, metavar="DIR", help="other libraries, as for python -m perf.peers")
-    parser.add_argument("--peers", metavar="P[,P]", help="which other libraries (default all)")
+    parser.add_argument("--peers", default=",".join(peers.PEERS), metavar="P[,P]", help="(default all)")
     parser.add_argument("--add", action="store_true", help="to the run in --out, of the same machine and sources")
     parser.add_argument("--commit", metavar="HASH", help="of these sources, where there is no checkout to ask")
     parser.add_argument(
@@ -228,12 +228,9 @@ def main() -> int:
     )
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 160)
-    chosen = tuple(args.sections.split(",")) if args.sections else QUICK_SECTIONS if args.quick else SECTIONS
-    if unknown := set(chosen) - set(SECTIONS):
-        parser.error(f"sections = {', '.join(sorted(unknown))}: must be out of {', '.join(SECTIONS)}")
-    others = tuple(args.peers.split(",")) if args.peers else tuple(peers.PEERS)
-    if unknown := set(others) - set(peers.PEERS):
-        parser.error(f"peers = {', '.join(sorted(unknown))}: must be out of {', '.join(peers.PEERS)}")
+    default = QUICK_SECTIONS if args.quick else SECTIONS
+    chosen = words_of(parser, "sections", args.sections or ",".join(default), SECTIONS)
+    others = words_of(parser, "peers", args.peers, peers.PEERS)
     try:
         devices = parse_devices(args.devices, MAIN.num_experts)
         if devices[0] == "cpu":

@@ -22,6 +22,7 @@ from perf import adapters, peers
 from perf.adapter_worker import WAITED
 from perf.cases import MAIN
 from perf.cells import markdown
+from perf.command_line import words_of
 
 NAMES = "deepep_normal", "deepep_elastic", "sglang", "megatron", "torchtitan", "transformers", "vllm"
 """Adapters that have calls for which the host waits."""
@@ -75,9 +76,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of the processes")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results")
     args = parser.parse_args()
-    names = args.adapters.split(",")
-    if unknown := set(names) - set(NAMES):
-        parser.error(f"adapters = {', '.join(sorted(unknown))}: must be out of {', '.join(NAMES)}")
+    names = words_of(parser, "adapters", args.adapters, NAMES)
     if args.turns < 1:
         parser.error(f"turns = {args.turns}: must be at least 1")
     gpus = peers.gpu_count()

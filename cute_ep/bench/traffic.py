@@ -142,14 +142,15 @@ def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
         written = torch.tensor(counts.rows) * row + torch.tensor(counts.scale_rows) * scales
         if cfg.block_rows is not None:
             written = made * (row + scales)
-        travels = moved - torch.diag(moved.diag()) if fmt.scale is None else moved
-        at_rank = 2 * travels.sum(dim=0) + written
+        remote = moved - torch.diag(moved.diag())
+        at_rank = 2 * (remote if fmt.scale is None else moved).sum(dim=0) + written
     else:
         returned = counts.entries if operation == "combine_exact" else counts.pairs
         moved, logical = returned.T * token, int(counts.entries.sum()) * token
-        at_rank = 2 * (moved - torch.diag(moved.diag())).sum(dim=0) + made * token
+        remote = moved - torch.diag(moved.diag())
+        at_rank = 2 * remote.sum(dim=0) + made * token
     memory = (int(at_rank[rank]) + count * token for rank, count in enumerate(counts.tokens))
-    return Traffic(moved - torch.diag(moved.diag()), logical, tuple(memory))
+    return Traffic(remote, logical, tuple(memory))
 
 
 def per_expert_receive_bytes(cfg: EPConfig) -> int:

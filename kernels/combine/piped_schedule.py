@@ -19,6 +19,7 @@ from cute_ep.kernels.combine.schedule import CombineSchedule
 from cute_ep.kernels.device.context import CombineContext
 from cute_ep.kernels.device.divide import Divisor, division_magic
 from cute_ep.kernels.device.slices import from_lane, item_of, static_first
+from cute_ep.layouts.maps.arena import CHUNK
 from cute_ep.layouts.maps.record import Region, RegionMap
 
 
@@ -28,11 +29,15 @@ class PipelineSchedule(CombineSchedule):
     adds_up: whether pipelines of a launch add up; None: those of this kernel never do.
     """
 
-    piped = True
+    always_spans = True
 
     def __init__(self, epoch: Region, shared: RegionMap, adds_up: Callable[[CombineContext], Boolean] | None) -> None:
         super().__init__(epoch, shared)
         self.adds_up = adds_up
+
+    def in_span(self, ctx: CombineContext) -> Int32:
+        """A chunk."""
+        return Int32(CHUNK)
 
     def due(self, ctx: CombineContext, slices: Int32) -> Int32:
         """None for the own rank where pipelines add up."""

@@ -36,7 +36,7 @@ from cute_ep.kernels.device.slices import (
     static_first,
 )
 from cute_ep.kernels.device.sync import reset_counter, take_ticket
-from cute_ep.layouts.maps.arena import CHUNK, COUNTERS, HeaderWord
+from cute_ep.layouts.maps.arena import COUNTERS, HeaderWord
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import MAX_RANKS
 
@@ -61,8 +61,8 @@ class Span:
 class CombineSchedule:
     """The items of one launch, and the headers that tell how many there are. Slices are those of returned rows."""
 
-    piped = False
-    """Whether items are spans of pipelines (`PipelineSchedule`)."""
+    always_spans = False
+    """Whether items are spans although all rows are Lamport rows."""
 
     def __init__(self, epoch: Region, shared: RegionMap) -> None:
         self.epoch = epoch
@@ -90,11 +90,11 @@ class CombineSchedule:
                     sHeader[ctx.lane, word] = Int32(rHeader[word])
         tokens, log2 = Int32(rHeader[int(HeaderWord.TOKENS)]), Int32(rHeader[int(HeaderWord.RETURN_SLICES_LOG2)])
         spans = cute.arch.vote_any_sync(~is_lamport(tokens))
-        if cutlass.const_expr(self.piped):
+        if cutlass.const_expr(self.always_spans):
             spans = Boolean(True)
         most = Int32(cute.arch.warp_redux_sync(self.due(ctx, tokens << log2), "max"))
         if spans:
-            most = (most + self._in_span(ctx) - 1) >> highest(Uint32(self._in_span(ctx)))
+            most = (most + self.in_span(ctx) - 1) >> highest(Uint32(self.in_span(ctx)))
         items = most * self.by_sources(ctx).extent
         sSpans = shared_array(self.spans, Int32)
         if ctx.tid == 0:
@@ -146,11 +146,11 @@ class CombineSchedule:
         """The span of a number, without tokens from the last one on."""
         source, number = self.split(ctx, item)
         log2 = self._header(source, HeaderWord.RETURN_SLICES_LOG2)
-        return span_of(source, number, self.tokens(source), log2, row_vectors(ctx), self._in_span(ctx))
+        return span_of(source, number, self.tokens(source), log2, row_vectors(ctx), self.in_span(ctx))
 
-    def _in_span(self, ctx: CombineContext) -> Int32:
+    def in_span(self, ctx: CombineContext) -> Int32:
         """Slices of a span."""
-        return Int32(CHUNK) if self.piped else ctx.warps
+        return ctx.warps
 
     def is_due(self, item: Int32, source: Int32, row_slice: RowSlice) -> Boolean:
         """Whether an item exists, and its slice."""
