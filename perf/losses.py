@@ -20,7 +20,7 @@ CHANGES = {
     "rank-major pair": "fewer instructions and flags a token",
     "exact pair": "mode `partial`, for every expert's row crosses the link",
     "dispatch": "order `rank_major`, which writes each row once, as theirs",
-    "combine": "pipelines also for 1024 tokens and fewer",
+    "combine": "fewer instructions a row",
     "SwiGLU": "unknown",
 }
 """What would change a loss as far as analysis says, not shown; by how the name of its case begins."""

@@ -22,7 +22,7 @@ NO_INPUT = Input(0, 0, 0, 0, 0, 0, 0, 0, 0)
 NO_BATCH = Batch(0, 0, 0)
 NO_SCALES = Scales(0, 0, 0, 0, 0, 0, 0)
 NO_SHARED = SharedExpert(0, 0, 0)
-NO_SUMS = Sums(0, 0, 0, 0, 0, 0)
+NO_SUMS = Sums(0, 0, 0, 0, 0, 0, 0)
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -78,9 +78,9 @@ def shared_record(cfg: EPConfig, rank: int, tokens: int) -> SharedExpert:
 
 
 def input_record(
-    given: DispatchInput, global_scale: torch.Tensor | None, message_slices_log2: int, return_slices_log2: int
+    given: DispatchInput, global_scale: torch.Tensor | None, message_slices_log2: int, returns: int
 ) -> Input:
-    """What a rank dispatches; both numbers of slices as base-2 logarithms."""
+    """What a rank dispatches; the numbers as of `Input`."""
     x, _, router_weights, _, scales, row_scales, _ = given
     return Input(
         x.data_ptr(),
@@ -91,7 +91,7 @@ def input_record(
         address(global_scale),
         x.size(0),
         message_slices_log2,
-        return_slices_log2,
+        returns,
     )
 
 
@@ -135,8 +135,10 @@ def rows_record(rows: torch.Tensor, dispatched: Dispatched, elsewhere: int) -> R
     return Rows(rows.data_ptr() or elsewhere, min(rows.size(0), dispatched.buffers.tokens.size(0)))
 
 
-def sums_record(dispatched: Dispatched, weights: torch.Tensor | None, out: torch.Tensor, options: SumOptions) -> Sums:
-    """Where a rank sums."""
+def sums_record(
+    dispatched: Dispatched, weights: torch.Tensor | None, out: torch.Tensor, options: SumOptions, flagged: bool
+) -> Sums:
+    """Where a rank sums rows that come home with flags, or as Lamport rows."""
     return Sums(
         out.data_ptr(),
         address(weights),
@@ -144,4 +146,5 @@ def sums_record(dispatched: Dispatched, weights: torch.Tensor | None, out: torch
         OUT_TYPES[out.dtype],
         dispatched.topk_ids.size(0),
         dispatched.return_slices_log2,
+        int(flagged),
     )

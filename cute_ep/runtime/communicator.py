@@ -206,7 +206,7 @@ class Communicator(Launching):
         keep_alive = (given.x, given.topk_ids, given.router_weights, scale, given.scales, given.row_scales)
         returned = shape.return_slices_log2
         sent = PendingDispatch(given.topk_ids, given.router_weights, returned, keep_alive, given.frame)
-        record = input_record(given, scale, shape.slices_log2, shape.return_slices_log2)
+        record = input_record(given, scale, shape.slices_log2, shape.returns)
         return sent, shape, ids_record(given.topk_ids), record
 
     def _receiving(
@@ -269,8 +269,7 @@ class Communicator(Launching):
     def _fused_combine(
         self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
     ) -> tuple[Call, torch.Tensor]:
-        weights, sums, result = self._summing(rows, dispatched, mode, options)
-        shape = self._cache.shape(self.tuning, "combine", sums.tokens, whole_rows=mode != "partial")
+        shape, weights, sums, result = self._summing("combine", rows, dispatched, mode, options)
         returned = rows_record(rows, dispatched, self.arena.address)
         numbers = combine_numbers(
             shape.grid, shape.shared, ids_record(dispatched.topk_ids), returned, batch_record(dispatched), sums
@@ -309,8 +308,7 @@ class Communicator(Launching):
         if again is not None:
             return again[1] if options.out is None else options.out
         dispatched, mode, rows = pending
-        weights, sums, result = self._summing(rows, dispatched, mode, options)
-        shape = self._cache.shape(self.tuning, "combine_wait", sums.tokens)
+        shape, weights, sums, result = self._summing("combine_wait", rows, dispatched, mode, options)
         returned = rows_record(rows, dispatched, self.arena.address)
         ids = ids_record(dispatched.topk_ids)
         numbers = combine_numbers(shape.grid, shape.shared, ids, returned, NO_BATCH, sums)
@@ -321,15 +319,16 @@ class Communicator(Launching):
         return result
 
     def _summing(
-        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
-    ) -> tuple[torch.Tensor | None, Sums, torch.Tensor]:
-        """(weights, record, output) of a combine that receives, once its arguments were checked."""
+        self, operation: str, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
+    ) -> tuple[LaunchShape, torch.Tensor | None, Sums, torch.Tensor]:
+        """(shape, weights, record, output) of a combine that receives, once its arguments were checked."""
         weights, extents, dtype = check_sum(self.origin, rows, dispatched, mode, options)
         result = options.out
         if result is None:
             with self._on_work_stream():
                 result = torch.empty(extents, dtype=dtype, device=self.device)
-        return weights, sums_record(dispatched, weights, result, options), result
+        shape = self._cache.shape(self.tuning, operation, dispatched.topk_ids.size(0), whole_rows=mode != "partial")
+        return shape, weights, sums_record(dispatched, weights, result, options, shape.flagged), result
 
     def synchronize(self) -> None:
         """Wait for this rank's work, on whatever streams, and raise what its kernels reported: EPTimeout, EPInputError.

@@ -27,7 +27,14 @@ from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.config import EPConfig
 from cute_ep.api.tensors import check_apart, end_of
 from cute_ep.api.validate import check_buffers
-from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, LAMPORT_TOKENS, SEGMENT_BYTES, has_whole_segments
+from cute_ep.layouts.maps.arena import (
+    COMBINE_ITEMSIZE,
+    LAMPORT_TOKENS,
+    MANY_SLICES,
+    SEGMENT_BYTES,
+    has_whole_segments,
+    pack_returns,
+)
 from cute_ep.layouts.maps.arguments import Grid, Scales, SharedExpert
 from cute_ep.layouts.maps.launch import (
     CONSUMER_SEGMENTS,
@@ -42,10 +49,14 @@ from cute_ep.layouts.maps.variants import PIPED_SUFFIX
 from cute_ep.runtime.arguments import output_record, scales_record, shared_record
 from cute_ep.runtime.driver import Kernel
 from cute_ep.runtime.parts import RankParts
-from cute_ep.tuning.launch_shape import Tuning
+from cute_ep.tuning.launch_shape import Tuning, log2_of
 
 SHAPES_KEPT = 1024
 """Launch shapes that a communicator keeps, one for each operation and number of tokens."""
+PIPED_TOKENS = 512
+"""Most tokens whose rows come home as Lamport rows where CTAs may have pipelines, which take others. Partial and exact
+combine of 1024 tokens take 115 and 228 us so on 24 SMs, as Lamport rows 129 and 332, on 8 SMs 256 and 339 instead of
+345 and 812 (2 x H200, 2026-11-27)."""
 
 
 Spans = tuple[list[int], list[int]]
@@ -57,7 +68,8 @@ class LaunchShape(NamedTuple):
 
     Attributes:
         slices_log2: of a message or of a returned row.
-        return_slices_log2: of the rows that are to come back (dispatch decides that).
+        return_slices_log2, flagged: of the rows that are to come back (dispatch decides that): slices, and whether
+            flags tell that they have come, instead of Lamport words.
         grid: `pdl` where two such launches fit side by side, so that the next may start early (`docs/protocol.md`,
             Resident CTAs).
         shared: the shared expert's part in so many tokens.
@@ -68,10 +80,16 @@ class LaunchShape(NamedTuple):
     ctas: int
     slices_log2: int
     return_slices_log2: int
+    flagged: bool
     grid: Grid
     shared: SharedExpert
     pairs: bool
     threads: int
+
+    @property
+    def returns(self) -> int:
+        """`Input.returns`."""
+        return pack_returns(self.return_slices_log2, int(self.flagged))
 
     @property
     def suffix(self) -> str:
@@ -145,7 +163,8 @@ class LaunchCache:
             expected = tokens or self.cfg.max_tokens_per_rank
             options = {"whole_rows": whole_rows, "pairs": self.pairs, "whole_sms": self.whole_sms}
             shape = tuning.shape(operation, expected, self.max_ctas, **options)
-            may_pipe = shape.threads == WIDE_THREADS and not operation.endswith("_wait") and tokens > LAMPORT_TOKENS
+            flagged = self._are_flagged(tokens)
+            may_pipe = shape.threads == WIDE_THREADS and not operation.endswith("_wait") and flagged
             ring_bytes = self._ring_bytes if may_pipe else 0
             threads = PIPED_THREADS if ring_bytes else shape.threads
             grid = Grid(
@@ -161,10 +180,19 @@ class LaunchCache:
             if operation.startswith("dispatch") and not has_whole_segments(self.cfg.format):
                 slices = 0
             back = tuning.shape("combine", expected, self.max_ctas).slices_log2
-            found = self._shapes[key] = LaunchShape(
-                shape.grid, slices, back, grid, shared, self.pairs and shape.grid > 1, threads
-            )
+            if flagged:
+                back = min(back, log2_of(MANY_SLICES))
+            pairs = self.pairs and shape.grid > 1
+            found = LaunchShape(shape.grid, slices, back, flagged, grid, shared, pairs, threads)
+            self._shapes[key] = found
         return found
+
+    def _are_flagged(self, tokens: int) -> bool:
+        """Whether rows of so many tokens come home with flags: the arena has room for such rows of any number of
+        tokens, or for none."""
+        if self.cfg.max_tokens_per_rank <= LAMPORT_TOKENS or not self._ring_bytes:
+            return tokens > LAMPORT_TOKENS
+        return tokens > PIPED_TOKENS
 
     def receiver(self, name: str, out: DispatchBuffers) -> Kernel | None:
         """The kernel of a name, bound to buffers that a call before was given; None when there was none, and then they

@@ -17,7 +17,7 @@ from cute_ep.api.buffers import BUFFERS, DispatchBuffers
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.row_tensors import with_plain_strides
-from cute_ep.layouts.maps.arena import HeaderWord, has_weights
+from cute_ep.layouts.maps.arena import HeaderWord, has_weights, return_slices_log2
 from cute_ep.layouts.maps.routing import LOST_ROW
 from cute_ep.layouts.maps.scales import TRANSPOSED
 from cute_ep.layouts.maps.variants import COMBINE_MODES, CombineMode
@@ -104,7 +104,7 @@ def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, ra
         assert_bits(actual.row_expert_ids, ids, f"{where}row_expert_ids")
     if expected.frame_ids is not None:
         assert_prefix_and_poison(actual.frame_ids, expected.frame_ids, POISON, f"{where}frame_ids")
-    own = headers[0][cfg.place(rank)[0], HeaderWord.RETURN_SLICES_LOG2]
+    own = return_slices_log2(headers[0][cfg.place(rank)[0], HeaderWord.RETURNS])
     assert_bits(own, torch.tensor(actual.return_slices_log2, dtype=own.dtype), f"{where}headers.return_slices_log2")
     given = {where + name: tensor for name in BUFFERS if (tensor := getattr(actual, name)) is not None}
     assert_untouched_behind(given, POISON)

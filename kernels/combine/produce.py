@@ -21,7 +21,7 @@ from cute_ep.kernels.combine.ring import NUMBER_SHIFT, Header, Mark, PipelinePar
 from cute_ep.kernels.combine.schedule import Span, row_vectors
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext, given_id
-from cute_ep.kernels.device.lamport import is_lamport, region_of
+from cute_ep.kernels.device.lamport import region_of
 from cute_ep.kernels.device.memory import part_at, row_address
 from cute_ep.kernels.device.slices import SEGMENT, from_lane, highest, lowest, without_lowest
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
@@ -103,7 +103,7 @@ class Producer:
     ) -> tuple[Int32, Int32]:
         """All rows of a span. The next stage and its phase."""
         sEpoch = shared_array(self.params.epoch, Int64)
-        lamport = is_lamport(self.schedule.tokens(span.source))
+        lamport = self.schedule.are_lamport(span.source)
         region = region_of(lamport, ctx.arena.lamport_returns, ctx.arena.returns)
         part = span.first * (SEGMENT * VECTOR_BYTES)
         home = part_at(ctx.there(span.source, region, sEpoch[0] & 1, span.token), part)
@@ -143,7 +143,7 @@ class Producer:
         SENTINEL; nothing where there is none. The next stage and its phase."""
         slices, first = self.schedule.slices(span.source), span.index
         flags, flag = cutlass.select_(first < slices, Int32(1), Int32(0)), chunk_of(first)
-        if is_lamport(self.schedule.tokens(span.source)):
+        if self.schedule.are_lamport(span.source):
             flags, flag = Int32(0), first
             if cutlass.const_expr(not self.params.partial):
                 flags = cutlass.max(cutlass.min(slices - first, Int32(CHUNK)), Int32(0))

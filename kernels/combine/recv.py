@@ -21,7 +21,7 @@ from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, halv
 from cute_ep.kernels.device.atoms import clear, move, plain, poll
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT
 from cute_ep.kernels.device.context import CombineContext, given_id, owns_shared
-from cute_ep.kernels.device.lamport import is_lamport, region_of, wait_lamport
+from cute_ep.kernels.device.lamport import region_of, wait_lamport
 from cute_ep.kernels.device.memory import WORDS, Share, part_at, row_address, row_at, share, vectors_at
 from cute_ep.kernels.device.output_type import store_sum
 from cute_ep.kernels.device.slices import (
@@ -112,7 +112,7 @@ class CombineRecv:
                 bit = Uint32(1) << Uint32(lane)
         filled = Uint32(cute.arch.warp_redux_sync(bit, "or"))
         alive = Boolean(True)
-        if not is_lamport(ctx.sums.tokens):
+        if not ctx.gets_lamport:
             arrived = Boolean(True)
             if has_bit(filled, lane):
                 # signaled by CombineSend, or a consumer, on `owner`
@@ -135,7 +135,7 @@ class CombineRecv:
         self, ctx: CombineContext, row_slice: RowSlice, slots: Slots, poll: Callable[[Uint32], Uint32]
     ) -> Boolean:
         """Poll words of the slice until they are there; rows that are not Lamport rows have been waited for."""
-        flagged = Uint32(cutlass.select_(is_lamport(ctx.sums.tokens), Uint32(0), slots.filled))
+        flagged = Uint32(cutlass.select_(ctx.gets_lamport, Uint32(0), slots.filled))
         check = partial(self._has_signaled, ctx, row_slice, slots)
         awaited = self._awaited(ctx, slots.owner, Phase.RETURN_WORDS, row_slice)
         return wait_lamport(ctx, poll, check, flagged, awaited)
@@ -154,7 +154,7 @@ class CombineRecv:
     def _home(self, ctx: CombineContext, row_slice: RowSlice) -> Int64:
         """Address of slot 0 of the token."""
         regions = ctx.arena.lamport_returns, ctx.arena.returns
-        return ctx.here(region_of(is_lamport(ctx.sums.tokens), *regions), ctx.epoch & 1, opaque(row_slice.token))
+        return ctx.here(region_of(ctx.gets_lamport, *regions), ctx.epoch & 1, opaque(row_slice.token))
 
     @cute.jit
     def _sum(self, ctx: CombineContext, row_slice: RowSlice, slots: Slots, weight: Float32) -> Boolean:
@@ -163,7 +163,7 @@ class CombineRecv:
         if cutlass.const_expr(self.segments == 1):
             alive = self._sum_slots(ctx, row_slice, slots, weight)
         else:
-            if is_lamport(ctx.sums.tokens):
+            if ctx.gets_lamport:
                 alive = self._sum_slots(ctx, row_slice, slots, weight)
             else:
                 self._sum_segments(ctx, row_slice, slots.filled)
@@ -250,7 +250,7 @@ class CombineRecv:
         words. False after a timeout."""
         share_of = self._shares(ctx, row_slice, column, row_vectors(ctx) - column, 1)
         rX = cute.make_rmem_tensor((WORDS, 1, SLOTS_IN_FLIGHT), Uint32)
-        lamport = Boolean(is_lamport(ctx.sums.tokens))
+        lamport = Boolean(ctx.gets_lamport)
         alive = Boolean(True)
         left = slots.filled
         while alive and left != Uint32(0):

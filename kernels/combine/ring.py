@@ -29,7 +29,6 @@ from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.atoms import bulk, move, plain
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext
-from cute_ep.kernels.device.lamport import is_lamport
 from cute_ep.kernels.device.memory import WORDS
 from cute_ep.layouts.maps.arena import CHUNK
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
@@ -110,7 +109,7 @@ class PipelineParams:
         if not self.adds:
             return Boolean(False)
         every = (ctx.grid.send_ctas == ctx.ctas) & (ctx.grid.receive_from == 0)
-        return every & ~is_lamport(ctx.sums.tokens) & (Int32(1) << ctx.sums.return_slices_log2 <= CHUNK)
+        return every & ~ctx.gets_lamport & (Int32(1) << ctx.sums.return_slices_log2 <= CHUNK)
 
 
 @dataclass(frozen=True)

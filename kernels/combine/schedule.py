@@ -21,7 +21,6 @@ from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext
 from cute_ep.kernels.device.divide import Divisor, quotient, remainder
-from cute_ep.kernels.device.lamport import is_lamport
 from cute_ep.kernels.device.memory import vectors_at
 from cute_ep.kernels.device.slices import (
     RowSlice,
@@ -29,6 +28,7 @@ from cute_ep.kernels.device.slices import (
     are_many,
     first_item,
     from_lane,
+    has_bit,
     highest,
     item_of,
     item_stride,
@@ -36,7 +36,7 @@ from cute_ep.kernels.device.slices import (
     static_first,
 )
 from cute_ep.kernels.device.sync import reset_counter, take_ticket
-from cute_ep.layouts.maps.arena import COUNTERS, HeaderWord
+from cute_ep.layouts.maps.arena import COUNTERS, HeaderWord, are_flagged, return_slices_log2
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import MAX_RANKS
 
@@ -67,7 +67,7 @@ class CombineSchedule:
     def __init__(self, epoch: Region, shared: RegionMap) -> None:
         self.epoch = epoch
         self.items = shared.add("return_items", 4, 1)
-        self.spans = shared.add("return_spans", 4, 1)
+        self.flagged = shared.add("flagged_sources", 4, 1)
         self.headers = shared.add("return_headers", 4, MAX_RANKS, len(HeaderWord))
         self.tickets = Tickets("return_tickets", shared)
         self.asked = shared.add("return_asked", 4, 2)
@@ -85,21 +85,23 @@ class CombineSchedule:
         rHeader.fill(0)
         if ctx.lane < ctx.ranks:
             move(plain, vectors_at(ctx.batch.headers, ctx.lane), [rHeader])
-            if ctx.warp == 0:
-                for word in cutlass.range_constexpr(len(HeaderWord)):
-                    sHeader[ctx.lane, word] = Int32(rHeader[word])
-        tokens, log2 = Int32(rHeader[int(HeaderWord.TOKENS)]), Int32(rHeader[int(HeaderWord.RETURN_SLICES_LOG2)])
-        spans = cute.arch.vote_any_sync(~is_lamport(tokens))
+        tokens, returns = Int32(rHeader[int(HeaderWord.TOKENS)]), Int32(rHeader[int(HeaderWord.RETURNS)])
+        log2, flagged = return_slices_log2(returns), Uint32(cute.arch.vote_ballot_sync(are_flagged(returns) != 0))
+        rHeader[int(HeaderWord.RETURNS)] = Uint32(log2)  # all that is read of it later
+        if (ctx.warp == 0) & (ctx.lane < ctx.ranks):
+            for word in cutlass.range_constexpr(len(HeaderWord)):
+                sHeader[ctx.lane, word] = Int32(rHeader[word])
+        spans = flagged != Uint32(0)
         if cutlass.const_expr(self.always_spans):
             spans = Boolean(True)
         most = Int32(cute.arch.warp_redux_sync(self.due(ctx, tokens << log2), "max"))
         if spans:
             most = (most + self.in_span(ctx) - 1) >> highest(Uint32(self.in_span(ctx)))
         items = most * self.by_sources(ctx).extent
-        sSpans = shared_array(self.spans, Int32)
+        sFlagged = shared_array(self.flagged, Uint32)
         if ctx.tid == 0:
             sItems[0] = items
-            sSpans[0] = Int32(spans)
+            sFlagged[0] = flagged
         self.tickets.open(ctx.tid)
         source, number = self.split(ctx, _first(ctx, items, spans))
         return spans, source, number, from_lane(tokens, source), from_lane(log2, source)
@@ -110,7 +112,11 @@ class CombineSchedule:
 
     def are_spans(self) -> Boolean:
         """Whether rows of some source are not Lamport rows: then items are spans."""
-        return shared_array(self.spans, Int32)[0] != 0
+        return Boolean(True) if self.always_spans else shared_array(self.flagged, Uint32)[0] != Uint32(0)
+
+    def are_lamport(self, source: Int32) -> Boolean:
+        """Whether a source gets Lamport rows back."""
+        return ~has_bit(shared_array(self.flagged, Uint32)[0], source)
 
     def are_many(self, ctx: CombineContext) -> Boolean:
         """Whether some warps have more than one Lamport slice."""
@@ -140,13 +146,13 @@ class CombineSchedule:
 
     def row_slice(self, ctx: CombineContext, source: Int32, index: Int32) -> RowSlice:
         """`slice_of` in what a source gets back."""
-        return slice_of(index, self._header(source, HeaderWord.RETURN_SLICES_LOG2), row_vectors(ctx))
+        return slice_of(index, self._slices_log2(source), row_vectors(ctx))
 
     def span(self, ctx: CombineContext, item: Int32) -> Span:
         """The span of a number, without tokens from the last one on."""
         source, number = self.split(ctx, item)
-        log2 = self._header(source, HeaderWord.RETURN_SLICES_LOG2)
-        return span_of(source, number, self.tokens(source), log2, row_vectors(ctx), self.in_span(ctx))
+        log2, vectors = self._slices_log2(source), row_vectors(ctx)
+        return span_of(source, number, self.tokens(source), log2, vectors, self.in_span(ctx))
 
     def in_span(self, ctx: CombineContext) -> Int32:
         """Slices of a span."""
@@ -162,11 +168,14 @@ class CombineSchedule:
 
     def slices(self, source: Int32) -> Int32:
         """Slices of all its tokens."""
-        return self.tokens(source) << self._header(source, HeaderWord.RETURN_SLICES_LOG2)
+        return self.tokens(source) << self._slices_log2(source)
 
     def round(self, ctx: CombineContext) -> Int32:
         """The dispatch round whose rows are returned, as the own header has it."""
         return self._header(ctx.rank, HeaderWord.ROUND)
+
+    def _slices_log2(self, source: Int32) -> Int32:
+        return self._header(source, HeaderWord.RETURNS)
 
     def _header(self, source: Int32, word: HeaderWord) -> Int32:
         return shared_array(self.headers, Int32)[source, int(word)]

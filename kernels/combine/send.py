@@ -25,7 +25,6 @@ from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, opaq
 from cute_ep.kernels.device.atoms import has_sentinel, move, send, streamed
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.device.context import CombineContext
-from cute_ep.kernels.device.lamport import is_lamport
 from cute_ep.kernels.device.memory import WORDS, part_at, row_address, row_at, share
 from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, slice_of, without_lowest
 from cute_ep.kernels.device.sync import signal
@@ -109,14 +108,14 @@ class CombineSend:
         item, turn = self.schedule.first(ctx, True), Int32(0)
         self.schedule.ask_span(ctx, turn)
         span = self.schedule.span(ctx, item)
-        self.entries.put_facts(ctx, span, self._is_lamport(span.source), turn)
+        self.entries.put_facts(ctx, span, self.schedule.are_lamport(span.source), turn)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()  # the first span's entries are there, and the ticket
         while item < self.schedule.count():
             span = self.schedule.span(ctx, self.schedule.next_span(ctx, turn))
             self.entries.fetch(ctx, span, turn ^ 1)
             cute.arch.cp_async_commit_group()
-            self.entries.put_facts(ctx, span, self._is_lamport(span.source), turn ^ 1)
+            self.entries.put_facts(ctx, span, self.schedule.are_lamport(span.source), turn ^ 1)
             self.schedule.ask_span(ctx, turn ^ 1)
             self._carry_span(ctx, turn)
             following = self.schedule.next_span(ctx, opaque(turn))  # read again, not kept: registers are short above
@@ -152,7 +151,7 @@ class CombineSend:
         slices, first = self.schedule.slices(span.source), span.index
         flag = chunk_of(first) + ctx.lane
         due = (first + ctx.lane * CHUNK < slices) & (ctx.lane < chunk_of(ctx.warps))
-        if self._is_lamport(span.source):
+        if self.schedule.are_lamport(span.source):
             flag = first + ctx.lane
             due = Boolean(not self.partial) & (ctx.lane < ctx.warps) & (flag < slices)
         if due:
@@ -166,9 +165,6 @@ class CombineSend:
         cute.arch.sync_warp()
         if flagged & (ctx.lane == 0):
             signal(ctx.there(source, ctx.arena.return_ready, ctx.rank, index), sEpoch[0])
-
-    def _is_lamport(self, source: Int32) -> Boolean:
-        return is_lamport(self.schedule.tokens(source))
 
     @cute.jit
     def _push(self, ctx: CombineContext, home: Int64, span: tuple[Int32, Int32], entries: Entries) -> Boolean:

@@ -256,6 +256,11 @@ class CombineContext(Context):
         return self.grid.warps
 
     @property
+    def gets_lamport(self) -> Boolean:
+        """Whether rows that come home are Lamport rows."""
+        return self.sums.flagged == 0
+
+    @property
     def entries(self) -> Int32:
         """Entries of this rank's tokens."""
         return self.sums.tokens * self.top_k

@@ -28,7 +28,7 @@ POLLS_PER_CHECK = 32
 
 
 def is_lamport(tokens: Int32) -> Boolean:
-    """Whether a source with this many tokens sends, and gets back, Lamport rows."""
+    """Whether a source with this many tokens sends Lamport rows."""
     return tokens <= LAMPORT_TOKENS
 
 

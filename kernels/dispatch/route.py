@@ -225,8 +225,8 @@ class Route:
                 value = pack_messages(ctx.input.message_slices_log2, Int32(ctx.input.router_weights != Int64(0)))
             if word == int(HeaderWord.ROUND):
                 value = Int32(ctx.epoch)
-            if word == int(HeaderWord.RETURN_SLICES_LOG2):
-                value = ctx.input.return_slices_log2
+            if word == int(HeaderWord.RETURNS):
+                value = ctx.input.returns
             store_ll(ctx.there(peer, ctx.arena.table, ctx.epoch & 1, ctx.rank, word), value, ctx.epoch)
 
     @cute.jit

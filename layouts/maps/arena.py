@@ -20,7 +20,7 @@ is the round number (epoch) modulo 2. The third column names who writes a word; 
 | returns           | (parity, token, slot, byte)        | peer        | expert outputs; slot = k or peer rank, and  |
 |                   |                                    |             | then a token has a slot a rank              |
 | messages          | (parity, source, token, byte)      | source      | one encoded row a (source, token)           |
-| lamport_returns   | as returns                         | peer, owner | the same for at most LAMPORT_TOKENS      ** |
+| lamport_returns   | as returns                         | peer, owner | the same where they are Lamport rows     ** |
 | lamport_messages  | as messages                        | source,     | the same for at most LAMPORT_TOKENS      ** |
 |                   |                                    | owner       |                                             |
 | staged_scales     | (source, token, byte)              | owner       | scale factors taken from lamport_messages   |
@@ -64,7 +64,8 @@ MANY_SLICES = 4
 CHUNK = WARPS
 """Slices that share a flag where rows are not Lamport rows: one for each warp of a CTA."""
 LAMPORT_TOKENS = 1024
-"""Most tokens of a call whose rows travel through the Lamport regions."""
+"""Most tokens of a call whose rows travel through the Lamport regions; of rows that come home, the source says which
+(`HeaderWord.RETURNS`)."""
 SENTINEL = 0xFFFFFFFF
 """Content of a Lamport word that has not arrived: as bfloat16 or e4m3 a NaN that no arithmetic makes."""
 COUNTERS = 4
@@ -111,13 +112,13 @@ class HeaderWord(IntEnum):
         TOKENS: its tokens.
         MESSAGES: what `pack_messages` makes of the slices of a message and of whether it gives weights.
         ROUND: number of the dispatch round, its low 32 bits; 0: unknown.
-        RETURN_SLICES_LOG2: slices of a returned row, as their base-2 logarithm.
+        RETURNS: what `pack_returns` makes of the slices of a returned row and of whether rows come home with flags.
     """
 
     TOKENS = 0
     MESSAGES = 1
     ROUND = 2
-    RETURN_SLICES_LOG2 = 3
+    RETURNS = 3
 
 
 def pack_messages(slices_log2: Int, has_weights: Int) -> Int:
@@ -133,6 +134,22 @@ def message_slices_log2(messages: Int) -> Int:
 def has_weights(messages: Int) -> Int:
     """1 where router weights come with the messages, else 0."""
     return messages & 1
+
+
+def pack_returns(slices_log2: Int, flagged: Int) -> Int:
+    """How a source's rows come home: the base-2 logarithm of their slices, at most that of MAX_SLICES, and 1 where
+    flags tell that they have come, 0 where they are Lamport rows."""
+    return flagged << 3 | slices_log2
+
+
+def return_slices_log2(returns: Int) -> Int:
+    """Base-2 logarithm of the slices of a returned row."""
+    return returns & 7
+
+
+def are_flagged(returns: Int) -> Int:
+    """1 where rows come home with flags, 0 where they are Lamport rows."""
+    return returns >> 3
 
 
 @dataclass(frozen=True)

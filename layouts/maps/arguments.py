@@ -168,7 +168,8 @@ class Input(NamedTuple):
         router_weights: [T, top_k] float32.
         global_scale: float32[1].
         tokens: T.
-        message_slices_log2, return_slices_log2: base-2 logarithms of the slices of a message and of a returned row.
+        message_slices_log2: base-2 logarithm of the slices of a message.
+        returns: as of `HeaderWord`.
     """
 
     x: Address
@@ -179,7 +180,7 @@ class Input(NamedTuple):
     global_scale: Address
     tokens: Size
     message_slices_log2: Size
-    return_slices_log2: Size
+    returns: Size
 
 
 class Output(NamedTuple):
@@ -285,7 +286,7 @@ class Sums(NamedTuple):
         out: [T, hidden], unweighted [T, top_k, hidden], of out_type (`OutputType`).
         router_weights: [T, top_k] float32 of this rank's tokens.
         tokens: T.
-        return_slices_log2: as in `Input`, of the dispatch.
+        return_slices_log2, flagged: what the dispatch has packed as `Input.returns`.
     """
 
     out: Address
@@ -294,6 +295,7 @@ class Sums(NamedTuple):
     out_type: Size
     tokens: Size
     return_slices_log2: Size
+    flagged: Size
 
 
 class CombineArgs(NamedTuple):

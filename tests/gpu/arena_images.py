@@ -81,9 +81,9 @@ class Image:
         offset, pitch = region.at(number & 1, source), region.shape[-1]
         return self.span(offset, tokens * pitch).view(tokens, pitch), offset
 
-    def slots(self, number: int, tokens: int, *, partial: bool) -> torch.Tensor:
+    def slots(self, number: int, tokens: int, *, flagged: bool, partial: bool) -> torch.Tensor:
         """A view [tokens, slots, bytes of a row] of what comes home to this rank, of so many tokens, in a round."""
-        region = self.arena.lamport_returns if tokens <= FEW_TOKENS else self.arena.returns
+        region = self.arena.returns if flagged else self.arena.lamport_returns
         _, _, slots, row = region.shape
         slots = self.cfg.world_size if partial else slots
         return self.span(region.at(number & 1), tokens * slots * row).view(tokens, slots, row)

@@ -259,6 +259,11 @@ MUTANTS = {
             ),
         ),
     ),
+    # senders guess from its tokens whether a source gets Lamport rows back, instead of reading its header
+    "FLAGS_BY_TOKENS": Mutant(
+        "two ahead on few SMs",
+        (Edit("kernels/combine/schedule.py", "are_flagged(returns) != 0", "tokens > 1024"),),
+    ),
     # bulk copies are not ordered behind the flags: no GPU need show it
     "PIPED_NO_FENCE": Mutant(
         "combines on few SMs",

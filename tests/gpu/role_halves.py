@@ -82,6 +82,13 @@ class Turn(NamedTuple):
         """A choice of a played rank, as log2."""
         return (self.index + 2 * rank) % (6 if self.tokens_of(rank) <= FEW_TOKENS else 3)
 
+    def home_of(self, rank: int, most: int) -> Home:
+        """What a played rank gets back where ranks have at most so many tokens: every second one has flags if there is
+        room for such rows, with as few slices as there are flags for."""
+        tokens, log2 = self.tokens_of(rank), self.slices_of(rank)
+        flagged = tokens > FEW_TOKENS or (most > FEW_TOKENS and (self.index + rank) % 2 == 0)
+        return Home(tokens, log2 % 3 if flagged else log2, flagged)
+
     @property
     def received(self) -> int:
         """Rounds that the launching rank has received when it sends; in odd turns one is outstanding."""
@@ -228,7 +235,7 @@ def combine_send(stage: Stage, turn: Turn, mode: str) -> Half:
         draw_routes(cfg, rank, turn.tokens_of(rank), turn.routing_of(rank), turn.index)
         for rank in range(cfg.world_size)
     ]
-    homes = [Home(turn.tokens_of(rank), turn.slices_of(rank)) for rank in range(cfg.world_size)]
+    homes = [turn.home_of(rank, cfg.max_tokens_per_rank) for rank in range(cfg.world_size)]
     shape = cfg.world_size, cfg.max_tokens_per_rank, cfg.top_k
     row_map = torch.full(shape, GARBAGE, dtype=torch.int32)
     weights = row_map.clone().view(torch.float32)
@@ -238,7 +245,7 @@ def combine_send(stage: Stage, turn: Turn, mode: str) -> Half:
         row_map[source, : len(ids)] = torch.where(owners(cfg, ids) == me, found, -1).int()
         weights[source, : len(ids)] = of_source
     dispatch_round = 7 * turn.index
-    headers = [[home.tokens, GARBAGE, dispatch_round + (rank != me), home.log2] for rank, home in enumerate(homes)]
+    headers = [[home.tokens, GARBAGE, dispatch_round + (rank != me), home.word] for rank, home in enumerate(homes)]
     left = {"row_map": row_map, "headers": torch.tensor(headers).int(), "weights": weights}
     given = rows.view(torch.bfloat16).to(stage.device)
     batch = _batch(stage, given, *routes[me], homes[me].log2, left)
@@ -260,7 +267,7 @@ def combine_send(stage: Stage, turn: Turn, mode: str) -> Half:
             stage.rank.combine_async(given, batch, mode)
 
     def finish() -> None:
-        spans = any(home.tokens > FEW_TOKENS for home in homes)
+        spans = any(home.flagged for home in homes)
         for source, (image, home) in enumerate(zip(images, homes, strict=True)):
             how = {"dispatch_round": dispatch_round, "partial": partial, "spans": spans}
             send_combine(image, me, home, number, slots=slots(source, home.tokens), **how)
@@ -283,7 +290,7 @@ def combine_receive(stage: Stage, turn: Turn, mode: str) -> Half:
     stage.rank.tuning, _ = shapes(turn.index)
     generator = torch.Generator().manual_seed(turn.index)
     ids, weights = draw_routes(cfg, me, turn.tokens_of(me), turn.routing_of(me), turn.index)
-    home = Home(len(ids), turn.slices_of(me))
+    home = Home(len(ids), turn.slices_of(me), len(ids) > FEW_TOKENS)
     owner = owners(cfg, ids)
     ranks = torch.arange(cfg.world_size)
     here = owner[:, :, None] == ranks  # [T, K, R]

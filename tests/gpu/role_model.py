@@ -100,7 +100,8 @@ class Sent:
         return self.weights is not None and self.tokens > 0
 
     def header(self, number: int) -> list[int]:
-        return [self.tokens, self.log2 << 1 | self.gives_weights, number, self.returned_log2]
+        returns = Home(self.tokens, self.returned_log2, self.tokens > FEW_TOKENS).word
+        return [self.tokens, self.log2 << 1 | self.gives_weights, number, returns]
 
     def goes_to(self, cfg: EPConfig, source: int, rank: int) -> torch.Tensor:
         """[T] bool, of the tokens of rank `source`; those of the shared expert go to their own rank."""
@@ -199,10 +200,17 @@ def receive_dispatch(image: Image, sent: Sequence[Sent], number: int, *, tiled: 
 
 @dataclass(frozen=True)
 class Home:
-    """What a rank's tokens get back in a combine: how many there are, and the log2 of the slices of their rows."""
+    """What a rank's tokens get back in a combine: how many there are, the log2 of the slices of their rows, and whether
+    flags tell that these have come."""
 
     tokens: int
     log2: int
+    flagged: bool
+
+    @property
+    def word(self) -> int:
+        """In the header of the dispatch before."""
+        return self.flagged << 3 | self.log2
 
 
 def as_floats(rows: torch.Tensor) -> torch.Tensor:
@@ -250,15 +258,15 @@ def send_combine(
     Args:
         slots: ([T, n] bool, bits [T, n, hidden]): which slots it fills, and with what; n is top_k, or of partial sums
             the number of ranks.
-        spans: whether some rank has more than FEW_TOKENS tokens.
+        spans: whether some rank's rows have flags.
     """
     arena = image.arena
     image.tell(arena.return_rounds.at(number & 1, owner), torch.tensor([dispatch_round]), number)
     where, rows = slots
-    view = image.slots(number, home.tokens, partial=partial)
+    view = image.slots(number, home.tokens, flagged=home.flagged, partial=partial)
     view[:, : where.shape[1]][where] = as_bytes(rows[where])
     slices, ready = home.tokens << home.log2, arena.return_ready.at(owner)
-    if home.tokens > FEW_TOKENS:
+    if home.flagged:
         image.signal(ready, number, -(-slices // CHUNK))
     elif spans and not partial:
         image.signal(ready, number, slices)
@@ -273,8 +281,8 @@ def send_combine(
 
 def receive_combine(image: Image, home: Home, where: torch.Tensor, number: int, *, partial: bool) -> None:
     """What the rank changes in its arena that gets rows back in the slots `where` [T, n]."""
-    if home.tokens <= FEW_TOKENS:
-        image.slots(number, home.tokens, partial=partial)[:, : where.shape[1]][where] = 0xFF
+    if not home.flagged:
+        image.slots(number, home.tokens, flagged=False, partial=partial)[:, : where.shape[1]][where] = 0xFF
 
 
 # ---- a launch

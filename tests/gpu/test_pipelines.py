@@ -11,6 +11,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.launch import LEAST_STAGES, PIPELINES
 from cute_ep.layouts.maps.routing import EXPERT_MAJOR, RANK_MAJOR, RowOrder
+from cute_ep.runtime.launch_cache import PIPED_TOKENS
 from cute_ep.testing.verify import RoundOptions, check_round
 from cute_ep.testing.workloads import make_inputs
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
@@ -19,7 +20,10 @@ from .conftest import connected
 
 MOST = LAMPORT_TOKENS + 300
 ROUTINGS = ("uniform", "zipf", "one_expert", "masked", "one_rank", "repeated")
-COUNTS = ([MOST, MOST], [MOST, 0], [LAMPORT_TOKENS, MOST], [LAMPORT_TOKENS + 1, 3], [MOST - 7, LAMPORT_TOKENS + 17])
+COUNTS = (
+    *([MOST, MOST], [MOST, 0], [PIPED_TOKENS, MOST], [PIPED_TOKENS + 1, 3]),
+    *([MOST - 7, PIPED_TOKENS + 17], [LAMPORT_TOKENS, LAMPORT_TOKENS - 1]),
+)
 """Tokens a rank: alike, of one rank alone, Lamport rows beside others, hardly more than these."""
 PAIR = ["cuda:0"] * 2
 
@@ -51,7 +55,7 @@ def test_own_sums_have_their_place_among_those_of_other_ranks(ranks: int, sms: i
         for seed, routing in enumerate(ROUTINGS):
             counts = [MOST - 5 * rank for rank in range(ranks)]
             if seed % 2:
-                counts[seed % ranks] = (0, 40, LAMPORT_TOKENS)[seed // 2]
+                counts[seed % ranks] = (0, 40, PIPED_TOKENS)[seed // 2]
             inputs = make_inputs(cfg, counts, routing, seed)
             check_round(communicators, inputs, RoundOptions(seed=seed, dtype=(torch.bfloat16, torch.float32)[seed % 2]))
 
@@ -82,8 +86,16 @@ def test_the_least_stages_are_enough(hidden: int) -> None:
         for one in communicators:
             one._cache._ring_bytes = (LEAST_STAGES + 1) * PIPELINES * 2 * hidden
         for seed, routing in enumerate(ROUTINGS):
-            inputs = make_inputs(communicators[0].cfg, [MOST, MOST - 9, LAMPORT_TOKENS + 1], routing, seed)
+            inputs = make_inputs(communicators[0].cfg, [MOST, MOST - 9, PIPED_TOKENS + 1], routing, seed)
             check_round(communicators, inputs, RoundOptions(seed=seed))
+
+
+def test_each_rank_says_how_its_rows_come_home() -> None:
+    """One has no pipelines, so that up to LAMPORT_TOKENS it gets Lamport rows back, where the other one gets flags."""
+    with connected(config(2048), PAIR, sms=4) as communicators:
+        communicators[1]._cache._ring_bytes = 0
+        for seed, (counts, split) in enumerate(product(COUNTS, (False, True))):
+            check_round(communicators, make_inputs(communicators[0].cfg, counts, "zipf", seed), RoundOptions(split))
 
 
 def test_rows_that_are_too_long_for_pipelines_are_sent_without() -> None:

@@ -152,7 +152,7 @@ def first_token(half: Half, source: int, *, blank: bool) -> tuple[int, int]:
 
 def first_row(half: Half, turn: Turn) -> tuple[int, int, int]:
     """(offset, token, slot) of a Lamport row without words of ones that comes home."""
-    slots = half.own.slots(turn.number, turn.tokens_of(ME), partial=False)
+    slots = half.own.slots(turn.number, turn.tokens_of(ME), flagged=False, partial=False)
     token, slot = (slots.view(torch.int32) != -1).all(dim=2).nonzero()[0].tolist()
     return half.own.arena.lamport_returns.at(turn.number & 1, token, slot), token, slot
 

@@ -128,9 +128,7 @@ def check_dispatch(
             check_scales(cfg, batch, gathered("scales"), padded, name)
         header = [[xs[source].shape[0], given_weights[source] is not None, 0, 0] for source in sources]
         assert_bits(batch.headers, torch.tensor(header, dtype=torch.int32), name + "headers")
-        assert batch.return_slices_log2 == 0 and (batch.headers[:, HeaderWord.RETURN_SLICES_LOG2] == 0).all(), (
-            "rows in one slice"
-        )
+        assert batch.return_slices_log2 == 0 and (batch.headers[:, HeaderWord.RETURNS] == 0).all(), "rows in one slice"
         weights, row_weights = torch.zeros(row_map.shape), torch.zeros(len(rows))
         for row, entry in enumerate(rows):
             if entry is not None:

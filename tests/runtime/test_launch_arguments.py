@@ -9,7 +9,7 @@ import torch
 
 from cute_ep import reference
 from cute_ep.api.errors import EPInputError
-from cute_ep.layouts.maps.arena import message_map, segment_words
+from cute_ep.layouts.maps.arena import message_map, pack_returns, segment_words
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.parameters import numbers
 from cute_ep.layouts.maps.routing import OutputType, division_magic
@@ -84,8 +84,8 @@ def test_dispatch_decides_the_slices_of_messages_and_of_rows_that_return(rank: C
     batch, tuning = rank.dispatch(*inputs()), built_in(CFG, MAX_CTAS)
     sent = launches.only().arguments
     wanted = [tuning.shape(name, 5, MAX_CTAS).slices for name in ("dispatch", "combine")]
-    assert [1 << sent["input.message_slices_log2"], 1 << sent["input.return_slices_log2"]] == wanted
-    assert batch.return_slices_log2 == sent["input.return_slices_log2"]
+    assert [1 << sent["input.message_slices_log2"], 1 << sent["input.returns"]] == wanted
+    assert batch.return_slices_log2 == sent["input.returns"]
 
 
 def test_kernels_get_the_map_of_the_arena_for_their_mode(rank: Communicator, launches: Launches) -> None:
@@ -141,8 +141,9 @@ def test_the_two_halves_set_every_record_between_them(make_rank: MakeRank, launc
 def test_rows_come_home_in_the_slices_that_the_sending_half_announced(rank: Communicator, launches: Launches) -> None:
     batch = rank.dispatch_wait(rank.dispatch_async(*inputs()))
     rank.combine_wait(rank.combine_async(expert_rows(batch), batch, "partial"))
-    announced = launches.only("dispatch_async").arguments["input.return_slices_log2"]
-    assert launches.only("combine_wait").arguments["sums.return_slices_log2"] == announced
+    announced = launches.only("dispatch_async").arguments["input.returns"]
+    sums = launches.only("combine_wait").arguments
+    assert pack_returns(sums["sums.return_slices_log2"], sums["sums.flagged"]) == announced
 
 
 # ---- rows and weights of combine

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, has_whole_segments
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, are_flagged, has_whole_segments, return_slices_log2
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.launch import LEAST_STAGES, PIPED_THREADS, PIPELINES, RING_BYTES
 from cute_ep.layouts.maps.parameters import numbers
 from cute_ep.layouts.maps.variants import COMBINE_MODES, CombineMode
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.gpus import KEPT_BYTES, ring_bytes
-from cute_ep.runtime.launch_cache import LaunchCache
+from cute_ep.runtime.launch_cache import PIPED_TOKENS, LaunchCache
 from cute_ep.tuning.builtin import built_in
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
 from tests.fake_gpu import CFG, MAX_CTAS, Launch, Launches, MakeRank, expert_rows, inputs
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, launch: Launch) -> Shape:
-        returned = "input.return_slices_log2" if launch.kernel.startswith("dispatch") else "sums.return_slices_log2"
+        returned = "input.returns" if launch.kernel.startswith("dispatch") else "sums.return_slices_log2"
         names = ("grid.send_ctas", "grid.receive_from", "grid.packed", "input.message_slices_log2", returned)
         return cls(launch.grid, *(launch.arguments.get(name) for name in names))
 
@@ -147,7 +147,7 @@ def test_messages_are_cut_only_where_segments_are_whole(make_rank: MakeRank, lau
     wanted = (3 if has_whole_segments(FORMATS[fmt]) else 0, 4)
     for send in (rank.dispatch, rank.dispatch_async):
         send(x, ids, weights)
-        assert launches.last().values("input.message_slices_log2", "input.return_slices_log2") == wanted
+        assert launches.last().values("input.message_slices_log2", "input.returns") == wanted
 
 
 def test_slots_of_partial_sums_lie_side_by_side(make_rank: MakeRank, launches: Launches) -> None:
@@ -173,11 +173,11 @@ RING, LEAST_RING = RING_BYTES, (LEAST_STAGES + 1) * PIPELINES * 14336
 @pytest.mark.parametrize(
     ("operation", "tokens", "hidden", "whole_sms", "ring_bytes", "piped"),
     [
-        pytest.param("combine", 1025, 7168, True, RING, True, id="many tokens, an SM for each CTA"),
+        pytest.param("combine", PIPED_TOKENS + 1, 7168, True, RING, True, id="many tokens, an SM for each CTA"),
         pytest.param("combine_async", 4096, 512, True, RING, True, id="its first half"),
         pytest.param("combine_wait", 4096, 512, True, RING, False, id="its second half sends nothing"),
         pytest.param("dispatch", 4096, 512, True, RING, False, id="dispatch"),
-        pytest.param("combine", 1024, 7168, True, RING, False, id="Lamport rows"),
+        pytest.param("combine", PIPED_TOKENS, 7168, True, RING, False, id="Lamport rows"),
         pytest.param("combine", 0, 7168, True, RING, False, id="no tokens: others may have few"),
         pytest.param("combine", 4096, 7168, False, RING, False, id="two CTAs on an SM"),
         pytest.param("combine", 4096, 7184, True, RING, False, id="longer rows than consumers take"),
@@ -194,6 +194,35 @@ def test_combine_has_pipelines_for_many_tokens_on_few_sms(
     shape = cache.shape(built_in(cfg, 24), operation, tokens)
     assert shape.suffix == "_piped" * piped and shape.grid.ring_bytes == piped * ring_bytes
     assert shape.grid.warps * 32 == shape.threads and (shape.threads == PIPED_THREADS or not piped)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "hidden", "ring_bytes", "flagged"),
+    [
+        pytest.param(PIPED_TOKENS + 1, 4096, 7168, RING, True, id="more tokens than without pipelines"),
+        pytest.param(PIPED_TOKENS, 4096, 7168, RING, False, id="fewer"),
+        pytest.param(PIPED_TOKENS + 1, LAMPORT_TOKENS, 7168, RING, False, id="no room for others than Lamport rows"),
+        pytest.param(PIPED_TOKENS + 1, 4096, 7184, RING, False, id="longer rows than pipelines carry"),
+        pytest.param(LAMPORT_TOKENS, 4096, 7168, 0, False, id="no pipelines"),
+        pytest.param(LAMPORT_TOKENS + 1, 4096, 7168, 0, True, id="many tokens"),
+        pytest.param(0, 4096, 7168, RING, False, id="none"),
+    ],
+)
+def test_a_source_says_whether_its_rows_come_home_with_flags(
+    tokens: int, most: int, hidden: int, ring_bytes: int, flagged: bool
+) -> None:
+    """In the header of its dispatch, and to its own combine, fused and split, whatever has the slices: with flags there
+    are at most MANY_SLICES."""
+    cfg = EPConfig(hidden, 8, 2, most, 2)
+    cache = LaunchCache(cfg, 0, 24, {}, pairs=False, whole_sms=True, ring_bytes=ring_bytes)
+    shapes = [
+        cache.shape(grid_of(24), one, tokens) for one in ("dispatch", "dispatch_async", "combine", "combine_wait")
+    ]
+    tables = Tuning((Entry(MANY, MANY, 0, 1),), (Entry(LAMPORT_TOKENS, MANY, 0, 32), Entry(MANY, MANY, 0, 4)))
+    shapes += [cache.shape(tables, "dispatch", tokens)]
+    assert [are_flagged(one.returns) for one in shapes] == [flagged] * 5 == [one.flagged for one in shapes]
+    few = not flagged and 0 < tokens
+    assert [1 << return_slices_log2(one.returns) for one in shapes] == [1] * 4 + [32 if few else 4]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +252,7 @@ def test_pipelines_are_told_what_other_kernels_of_their_mode_are(
     Calls are alike, so that the second of each is a repeat."""
     cfg = EPConfig(128, 8, 4, LAMPORT_TOKENS + 1, 2)
     rank = make_rank(cfg, few=True)
-    for tokens in (LAMPORT_TOKENS + 1, LAMPORT_TOKENS):
+    for tokens in (PIPED_TOKENS + 1, PIPED_TOKENS):
         given = torch.zeros(tokens, 128).bfloat16(), torch.zeros(tokens, 4, dtype=torch.int32), torch.ones(tokens, 4)
         batch = rank.dispatch(*given)
         for _ in range(2):

@@ -15,7 +15,7 @@ from cute_ep import reference
 from cute_ep.api.buffers import DispatchBuffers, buffer_shapes
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.layouts.maps.arena import HeaderWord, has_weights
+from cute_ep.layouts.maps.arena import HeaderWord, has_weights, return_slices_log2
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import NO_ROW
 from cute_ep.layouts.maps.scales import TRANSPOSED
@@ -148,7 +148,7 @@ class Batch:
             tensors |= {name: segment.view(segment.actual, name) for name in segment.shapes}
             self.buffers[rank] = DispatchBuffers(**tensors)
             own = 0 if cfg.skip_a2a else rank
-            self._slices[rank] = segment.view(segment.expected, "headers")[own, HeaderWord.RETURN_SLICES_LOG2]
+            self._slices[rank] = segment.view(segment.expected, "headers")[own, HeaderWord.RETURNS]
             self.segments[rank] = {"dispatch": segment}
             for mode, made in sums.items():
                 out = Segment({mode: (tuple(made[rank].shape), made[rank].dtype)}, device)
@@ -231,5 +231,5 @@ def _dispatch_segment(cfg: EPConfig, rank: int, want: Dispatched, device: torch.
             at = (source, *(index.to(device) for index in mine))
             define("weights", at, want.weights[source, :tokens][mine])
     own = 0 if cfg.skip_a2a else rank
-    segment.view(segment.mask, "headers").view(torch.int32)[own, HeaderWord.RETURN_SLICES_LOG2] = -1
+    segment.view(segment.mask, "headers").view(torch.int32)[own, HeaderWord.RETURNS] = return_slices_log2(-1)
     return segment

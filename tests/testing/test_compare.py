@@ -140,7 +140,7 @@ def contract(name: str, actual: Dispatched, expected: Dispatched) -> torch.Tenso
         defined[:] = False
         defined[:, HeaderWord.TOKENS] = True
         defined[:, HeaderWord.MESSAGES] = torch.tensor(TOKENS) > 0
-        defined[RANK, HeaderWord.RETURN_SLICES_LOG2] = True
+        defined[RANK, HeaderWord.RETURNS] = True
     return defined
 
 
@@ -175,7 +175,7 @@ def test_a_check_of_dispatch_names_the_source_and_the_word() -> None:
     for place, name in (
         ((2, HeaderWord.TOKENS), r"headers\[2\]\.tokens"),
         ((2, HeaderWord.MESSAGES), r"headers\[2\]\.has_weights"),
-        ((RANK, HeaderWord.RETURN_SLICES_LOG2), r"headers\.return_slices_log2"),
+        ((RANK, HeaderWord.RETURNS), r"headers\.return_slices_log2"),
     ):
         headers = actual.headers.clone()
         headers[place] += 1
@@ -207,7 +207,7 @@ def test_a_check_of_dispatch_of_a_rank_alone() -> None:
     """Its own header is the only one."""
     cfg, actual, expected = dispatched("bf16", None, (5, 5), alone=True)
     check_dispatched(actual, expected, cfg, RANK)
-    actual.headers[0, HeaderWord.RETURN_SLICES_LOG2] = 3
+    actual.headers[0, HeaderWord.RETURNS] = 3
     with pytest.raises(AssertionError, match=r"headers\.return_slices_log2"):
         check_dispatched(actual, expected, cfg, RANK)
 

@@ -98,7 +98,7 @@ def test_sums_are_those_of_the_reference() -> None:
 def test_slots_are_where_kernels_are_told_that_they_are(partial: bool) -> None:
     """Their strides are arguments of kernels, others for partial sums."""
     cfg = small("bf16")
-    image, home, rows = Image(cfg, 1, [0, 0, 0]), Home(17, 0), cfg.world_size if partial else cfg.top_k
+    image, home, rows = Image(cfg, 1, [0, 0, 0]), Home(17, 0, False), cfg.world_size if partial else cfg.top_k
     where = torch.zeros(17, rows, dtype=torch.bool)
     where[16, 2] = True
     content = torch.full((17, rows, cfg.hidden), 0x1234, dtype=torch.int16)
