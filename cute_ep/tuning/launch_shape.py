@@ -154,7 +154,8 @@ class Tuning:
             return Shape(grid, grid, grid, entry.slices, threads=threads)
         if operation.endswith("_wait"):
             return Shape(grid, 0, 0, entry.slices, threads=threads)
-        senders = min(round(grid * entry.senders), entry.most_senders, max(1, grid // 4) if whole_rows else grid - 1)
+        most = min(entry.most_senders, grid - 1, max(1, grid // 4) if whole_rows else grid)
+        senders = min(round(grid * entry.senders), most)
         if not senders or grid < entry.split_from:
             return Shape(grid, grid, 0, entry.slices, threads=threads)
         return Shape(grid, senders, senders, entry.slices, entry.packed, threads)

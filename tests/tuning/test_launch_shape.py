@@ -95,6 +95,12 @@ def test_combine_fills_sms_from_two_tokens_a_cta_on(operation: str, tokens: int,
     assert tuning.shape(operation, tokens, 24, whole_sms=whole_sms).threads == threads
 
 
+def test_one_cta_does_both_whatever_the_table_says() -> None:
+    table = (Entry(MANY, MANY, 3 / 4, 1, split_from=1),)
+    for operation, whole_rows in (("dispatch", False), ("combine", False), ("combine", True)):
+        assert Tuning(table, table).shape(operation, 5, 1, whole_rows=whole_rows) == Shape(1, 1, 0, 1)
+
+
 def test_below_split_from_every_cta_does_both() -> None:
     """Down to `split_from` some only send, by share or at most so many."""
     table = (Entry(MANY, MANY, 1 / 4, 2, most_senders=20, split_from=40),)
