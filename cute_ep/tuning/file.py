@@ -20,8 +20,8 @@ from cute_ep.tuning.launch_shape import FAMILIES, Entry, Tuning
 
 @dataclass(frozen=True)
 class Setting:
-    """What a table was measured for: GPUs, CTAs that a rank may have, ranks that exchange messages, shape, and the
-    dispatch format; None for combine, whose rows come home in bfloat16 whatever they were dispatched in."""
+    """What a table was measured for: GPUs, CTAs that a rank may have, ranks that exchange messages, shape, and format
+    and order of dispatched rows; None for combine, whose rows come home alike whatever these were."""
 
     gpu: str
     gpus: int
@@ -31,12 +31,13 @@ class Setting:
     experts: int
     top_k: int
     format: str | None
+    order: str | None = None  # not in every file
 
     @classmethod
     def of(cls, family: str, cfg: EPConfig, gpu: str, gpus: int, ctas: int) -> Setting:
         """The setting of a family's table for `cfg` on `gpus` GPUs called `gpu`, with so many CTAs a rank."""
-        fmt = cfg.dispatch_format if family == "dispatch" else None
-        return cls(gpu, gpus, ctas, cfg.peers, cfg.hidden, cfg.num_experts, cfg.top_k, fmt)
+        rows = (cfg.dispatch_format, cfg.row_order) if family == "dispatch" else (None, None)
+        return cls(gpu, gpus, ctas, cfg.peers, cfg.hidden, cfg.num_experts, cfg.top_k, *rows)
 
 
 Tables = dict[Setting, tuple[Entry, ...]]

@@ -44,6 +44,7 @@ def test_tables_hold_for_what_they_were_measured_with() -> None:
         {"world_size": 8},
         {"dispatch_format": "fp8"},
         {"skip_a2a": True},
+        {"row_order": "rank_major"},
     ):
         cfg = replace(CFG, **other)
         assert find(cfg) == built_in(cfg, TABLE_CTAS), other
