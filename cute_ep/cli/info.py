@@ -32,7 +32,7 @@ FEW = f"calls of up to {LAMPORT_TOKENS} tokens"
 PARTS = {
     f"tokens received, {FEW}": ("lamport_messages",),
     "tokens received, larger calls": ("messages",),
-    f"experts' outputs received, {FEW}": ("lamport_returns",),
+    "experts' outputs received, calls of few tokens": ("lamport_returns",),
     "experts' outputs received, larger calls": ("returns",),
     "scale factors, set aside to be laid out": ("staged_scales",),
     "routing: counts, experts, router weights": ("table", "entries", "weights"),

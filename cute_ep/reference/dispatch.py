@@ -16,7 +16,7 @@ from cute_ep.api.modes import no_modes
 from cute_ep.api.row_tensors import QuantizedRows, as_own_types
 from cute_ep.api.tensors import check_tensor
 from cute_ep.api.validate import check_input_scale, check_tokens, check_unscaled
-from cute_ep.layouts.maps.arena import pack_messages
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, pack_messages, pack_returns
 from cute_ep.layouts.maps.routing import LOST_ROW
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
 from cute_ep.reference.formats import join_rows, quantize
@@ -354,7 +354,9 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
 
     blocks = (padded + 127) // 128
     first_block = blocks.cumsum(0) - blocks
-    header = [[one.tokens, pack_messages(0, int(one.router_weights is not None)), 0, 0] for one in peers]
+    messages = [pack_messages(0, int(one.router_weights is not None)) for one in peers]
+    returns = [pack_returns(0, int(one.tokens > LAMPORT_TOKENS)) for one in peers]
+    header = [[one.tokens, *words] for one, *words in zip(peers, messages, [0] * len(peers), returns, strict=True)]
     buffers = DispatchBuffers(
         tokens=padded_rows(joined.payload),
         scales=None if scales is None or layout is None else _arranged(cfg, scales, layout, padded.tolist()),
