@@ -29,7 +29,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.launch import PIPED_THREADS, RING_BYTES, THREADS, WARPS, WIDE_THREADS
 from cute_ep.layouts.maps.parameters import Fields, numbers, parameters_of
 from cute_ep.layouts.maps.routing import Phase
-from cute_ep.layouts.maps.variants import COMBINE_KERNELS, NO_HOOKS, PIPED_KERNELS, Hooks, Variant
+from cute_ep.layouts.maps.variants import COMBINE_KERNELS, DISPATCH_KERNELS, NO_HOOKS, PIPED_KERNELS, Hooks, Variant
 from cute_ep.runtime import communicator as communicator_module
 from cute_ep.runtime import connection, driver, launcher, launching, local_ops, parts, status
 from cute_ep.runtime.communicator import Communicator
@@ -204,7 +204,7 @@ class RecordingKernel:
     ) -> None:
         assert threads == 32 * arguments.get("grid.warps", WARPS), "the kernel is told how many warps a CTA has"
         compiled_for = {THREADS}
-        if self.variant.kernel in COMBINE_KERNELS:
+        if self.variant.kernel in (*COMBINE_KERNELS, *DISPATCH_KERNELS):
             compiled_for = {THREADS, WIDE_THREADS}
         elif self.variant.kernel in PIPED_KERNELS:
             compiled_for = {PIPED_THREADS}
@@ -289,7 +289,7 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> MakeRank:
             monkeypatch.setattr(module, name, fake, raising=False)
     for name, fake in {
         "on_device": lambda device: nullcontext(),
-        "Kernel": lambda entry, call, ring_bytes: RecordingKernel(entry.variant, launches, call),
+        "Kernel": lambda entry, call, ring_bytes, *, twins: RecordingKernel(entry.variant, launches, call),
         "architecture": lambda device: ARCH,
     }.items():
         monkeypatch.setattr(parts, name, fake)

@@ -84,13 +84,16 @@ def tune_size(
 ) -> Outcome:
     """`choose` for one number of tokens, beside the built-in tables, by the times of some of the family's operations on
     all ranks, which keep the launch shapes of the last try."""
-    base = built_in(sets.cfg, communicators[0].max_ctas)
+    first = communicators[0]
+    base = built_in(sets.cfg, first.max_ctas, twins=first.twins)
 
     def with_entry(entry: Entry) -> Tuning:
         return base.revised(family, {sets.tokens: entry})
 
     def shape(entry: Entry) -> Shape:
-        return with_entry(entry).shape(family, sets.tokens, communicators[0].max_ctas)
+        shape = with_entry(entry).shape(family, sets.tokens, first.max_ctas, twins=first.twins)
+        most = first.most_slices(sets.tokens) if family == "combine" else shape.slices
+        return shape._replace(slices=min(shape.slices, most))
 
     def time(entry: Entry, samples: int) -> float:
         for communicator in communicators:

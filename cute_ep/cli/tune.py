@@ -96,10 +96,12 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Found:
-    """What was found for one configuration, in launches of at most `max_ctas`: outcomes by family and tokens."""
+    """What was found for one configuration, in launches of at most `max_ctas` (CTAs of dispatch have `twins` or not):
+    outcomes by family and tokens."""
 
     cfg: EPConfig
     max_ctas: int
+    twins: bool
     outcomes: dict[str, dict[int, Outcome]]
 
 
@@ -116,7 +118,8 @@ def tune_format(
 
     connection = connected(cfg, ranks.devices, sms=ranks.sms, library=ranks.library)
     with connection as communicators, make_runner(communicators) as lanes:
-        found = Found(cfg, communicators[0].max_ctas, {family: {} for family in families})
+        first = communicators[0]
+        found = Found(cfg, first.max_ctas, first.twins, {family: {} for family in families})
         for tokens in sizes:
             sets = make_sets(cfg, ranks.devices, tokens)
             for family in families:
@@ -135,7 +138,7 @@ def keep(found: Found, devices: Sequence[str]) -> None:
 
     cfg, max_ctas = found.cfg, found.max_ctas
     name, gpus = torch.cuda.get_device_name(devices[0]), len(set(devices))
-    known, tables = find_tuning(cfg, name, gpus, max_ctas), {}
+    known, tables = find_tuning(cfg, name, gpus, max_ctas, twins=found.twins), {}
     for family, outcomes in found.outcomes.items():
         entries = {tokens: outcome.entry for tokens, outcome in outcomes.items()}
         tables[Setting.of(family, cfg, name, gpus, max_ctas)] = known.revised(family, entries).table(family)
@@ -144,7 +147,9 @@ def keep(found: Found, devices: Sequence[str]) -> None:
 
 def result_table() -> Table:
     """An empty table for `add_results`."""
-    table = Table(title="fastest shapes: CTAs, those of them that send, slices of a row; p50 of the slowest rank")
+    table = Table(
+        title="fastest shapes: CTAs, or twins, those of them that send, slices of a row; p50 of the slowest rank"
+    )
     for name in ("operation", "format"):
         table.add_column(name)
     for name in ("tokens / rank", "built in", "p50 (us)", "best", "p50 (us)", "gain"):
@@ -154,10 +159,10 @@ def result_table() -> Table:
 
 def add_results(table: Table, found: Found) -> None:
     """One row for each number of tokens, a section for each family."""
-    base = built_in(found.cfg, found.max_ctas)
+    base = built_in(found.cfg, found.max_ctas, twins=found.twins)
 
     def text(tuning: Tuning, family: str, tokens: int) -> str:
-        shape = tuning.shape(family, tokens, found.max_ctas)
+        shape = tuning.shape(family, tokens, found.max_ctas, twins=found.twins)
         senders = f"{shape.send_ctas}{' packed' if shape.packed else ''}" if shape.receive_from else "all"
         return f"{shape.grid}, {senders}, {shape.slices}"
 

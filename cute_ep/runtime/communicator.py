@@ -106,6 +106,15 @@ class Communicator(Launching):
         torch.cuda.synchronize(device)
         self.stream = take_stream(device)
 
+    @property
+    def twins(self) -> bool:
+        """Whether CTAs of dispatch may have twins (`Tuning.shape`)."""
+        return self._cache.twins
+
+    def most_slices(self, tokens: int) -> int:
+        """Slices that a row of so many tokens may have on its way home."""
+        return self._cache.most_slices(tokens)
+
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:
         self._check_usable()
         return DispatchBuffers.allocate(self.cfg, self.device, capacity)

@@ -106,8 +106,15 @@ def connect_gpus(
     ctas = {device: _max_ctas(device, options.sms, ranks) for device, ranks in sharing.items()}  # nothing allocated yet
     enable_all_peers(sharing)
     name = torch.cuda.get_device_name(devices[0])
-    tunings = {count: options.tuning or find_tuning(node, name, len(sharing), count) for count in set(ctas.values())}
-    shares = {device: _Share(ctas[device], tunings[ctas[device]], ranks) for device, ranks in sharing.items()}
+    rings = {device: ring_bytes(device, ctas[device], ranks) for device, ranks in sharing.items()}
+    kinds = {device: (ctas[device], rings[device] > 0) for device in sharing}
+    tunings = {
+        (count, twins): options.tuning or find_tuning(node, name, len(sharing), count, twins=twins)
+        for count, twins in set(kinds.values())
+    }
+    shares = {
+        device: _Share(ctas[device], tunings[kinds[device]], rings[device], ranks) for device, ranks in sharing.items()
+    }
     open_ranks: list[EPCommunicator] = []
     one_at_a_time, joined = Lock(), object()
 
@@ -236,8 +243,9 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
             check_transport(transport)
             sms = sms_over_nodes(device, sms)
         most = _max_ctas(device, sms, 1)
-        found = options.tuning or find_tuning(node, torch.cuda.get_device_name(device), node.world_size, most)
-        return Place.of(cfg, device), transport, (device, _Share(most, found))
+        name, ring = torch.cuda.get_device_name(device), ring_bytes(device, most, 1)
+        found = options.tuning or find_tuning(node, name, node.world_size, most, twins=ring > 0)
+        return Place.of(cfg, device), transport, (device, _Share(most, found, ring))
 
     (_, transport, gpu), said = meeting.on_all_ranks(look_around, lambda found: found[:2], doing="look at its device")
     places, transports = zip(*said, strict=True)
@@ -380,11 +388,12 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Share:
-    """What a rank has of its device: CTAs at most, launch shapes for as many, how many ranks are there, and what makes
-    the allocation of its arena."""
+    """What a rank has of its device: CTAs at most, launch shapes for as many, shared memory beyond what kernels were
+    compiled for (`ring_bytes`), how many ranks are there, and what makes the allocation of its arena."""
 
     max_ctas: int
     tuning: Tuning
+    ring: int
     ranks: int = 1
     take: Callable[[int], Allocation] = PlainAllocation
 
@@ -393,8 +402,7 @@ def _prepare_rank(who: Origin, share: _Share, library: Library, undo: ExitStack,
     """What one rank needs before it knows its peers, to be given back by `undo`. `first_rank`: of its node."""
     cfg, rank, device, hooks = who
     started = time.monotonic()
-    ring = ring_bytes(device, share.max_ctas, share.ranks)
-    kernels = load_kernels(cfg, device, library, hooks, ring)
+    kernels = load_kernels(cfg, device, library, hooks, share.ring)
     undo.callback(unload_kernels, kernels, device)
     LOG.debug("kernels of %s loaded on %s in %.2f s", cfg.dispatch_format, device, time.monotonic() - started)
     arena = make_arena(cfg, rank, device, share.take)
@@ -402,7 +410,7 @@ def _prepare_rank(who: Origin, share: _Share, library: Library, undo: ExitStack,
     free = resident_ctas(device.index) // CTAS_PER_SM - share.max_ctas
     pairs = 0 < free <= FEW_FREE_SMS and has_clusters(device)
     launches = share.max_ctas, share.tuning, share.ranks > 1
-    return RankParts(cfg, rank, device, arena, kernels, hooks, *launches, pairs, free >= 0, ring, first_rank)
+    return RankParts(cfg, rank, device, arena, kernels, hooks, *launches, pairs, free >= 0, share.ring, first_rank)
 
 
 def _max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:

@@ -17,7 +17,7 @@ from torch.autograd.profiler import record_function
 
 from cute_ep.aot.library import LibraryEntry
 from cute_ep.api.errors import EPConfigError, EPError
-from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS
+from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS, WIDE_THREADS
 from cute_ep.layouts.maps.parameters import Fields, numbers
 from cute_ep.runtime import driver_calls, launcher
 from cute_ep.torch_internals import current_stream, profiler_enabled
@@ -74,15 +74,19 @@ class Kernel:
         context: in which it is loaded.
     """
 
-    def __init__(self, entry: LibraryEntry, call: Sequence[str] = (), ring_bytes: int = 0) -> None:
+    def __init__(
+        self, entry: LibraryEntry, call: Sequence[str] = (), ring_bytes: int = 0, *, twins: bool = False
+    ) -> None:
         """call: the records that change from launch to launch, in the order of `launch`; none: all numbers do.
-        ring_bytes: of shared memory beyond what the entry says."""
+        ring_bytes: of shared memory beyond what the entry says. twins: wide CTAs have twice what it says."""
         self._library = driver_calls.load(entry.read())
         self._function = driver_calls.function_of(self._library, entry.entry)
         self._smem_bytes = entry.smem_bytes + ring_bytes
-        driver_calls.allow_shared_memory(self._function, self._smem_bytes)
+        self._wide_bytes = self._smem_bytes + (entry.smem_bytes if twins else 0)
+        driver_calls.allow_shared_memory(self._function, self._wide_bytes)
         self.context = driver_calls.current_context()
-        self._launcher = driver_calls.Launcher(self._function, self.context, self._smem_bytes)
+        sizes = self._smem_bytes, self._wide_bytes
+        self._launchers = [driver_calls.Launcher(self._function, self.context, nbytes) for nbytes in sizes]
         self._range = f"cute_ep.{entry.entry.removeprefix('cute_ep_').removesuffix('_0')}"
         self._names = [name for name, _ in entry.params]
         self._slots = slots(entry.params, call)
@@ -95,7 +99,8 @@ class Kernel:
         at = {name: first + 8 * slot for slot, name in enumerate(self._slots)}
         self._pointers = (ctypes.c_void_p * len(values))(*(at[name] for name in self._names))
         self._pointers_at = ctypes.addressof(self._pointers)
-        self._start = launcher.starter(self._function, self._smem_bytes, self._values, self._order())
+        sizes, order = (self._smem_bytes, self._wide_bytes), self._order()
+        self._starts = [launcher.starter(self._function, nbytes, self._values, order) for nbytes in sizes]
 
     def _order(self) -> bytes:
         """Of each parameter which of the numbers it is, as uint16."""
@@ -124,7 +129,8 @@ class Kernel:
         """The kernel as `launcher.c` launches it with these numbers: function, threads of a CTA, bytes of dynamic
         shared memory, all numbers as int64, and of each parameter which of them it is as uint16."""
         values = [*given, *self._values[len(given) :]]
-        return self._function, threads, self._smem_bytes, struct.pack(f"{len(values)}q", *values), self._order()
+        nbytes = self._wide_bytes if threads == WIDE_THREADS else self._smem_bytes
+        return self._function, threads, nbytes, struct.pack(f"{len(values)}q", *values), self._order()
 
     def launch(
         self,
@@ -146,7 +152,7 @@ class Kernel:
             pairs: in clusters of 2, so `grid` must be even and the device of compute capability 9 or newer.
             threads: of a CTA, for which the kernel is compiled.
         """
-        start = self._start
+        start = self._starts[threads == WIDE_THREADS]
         if start is None or profiler_enabled() or start(grid, threads, stream, early, pairs, given):
             # which says why the driver refuses
             self.launch_by_python(grid, given, stream, early=early, pairs=pairs, threads=threads)
@@ -165,7 +171,8 @@ class Kernel:
         flat = numbers(given)
         with self._in_range() if profiler_enabled() else self._lock:
             _packer(len(flat))(self._values, 0, *flat)
-            self._launcher.launch(grid, threads, stream, self._pointers_at, early, pairs)
+            launch = self._launchers[threads == WIDE_THREADS].launch
+            launch(grid, threads, stream, self._pointers_at, early, pairs)
 
     @contextmanager
     def _in_range(self) -> Iterator[None]:

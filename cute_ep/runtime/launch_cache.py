@@ -31,6 +31,7 @@ from cute_ep.layouts.maps.arena import (
     COMBINE_ITEMSIZE,
     LAMPORT_TOKENS,
     MANY_SLICES,
+    MAX_SLICES,
     SEGMENT_BYTES,
     has_whole_segments,
     pack_returns,
@@ -138,7 +139,8 @@ class LaunchCache:
         ring_bytes: int = 0,
     ) -> None:
         self.cfg, self.rank, self.max_ctas, self.kernels = cfg, rank, max_ctas, kernels
-        self.pairs, self.whole_sms = pairs, whole_sms
+        self.twins = ring_bytes > 0
+        self._options = {"pairs": pairs, "whole_sms": whole_sms, "twins": self.twins}
         self._ring_bytes = ring_bytes if fits_pipelines(cfg.hidden, ring_bytes) else 0
         self._shapes: dict[tuple[str, int, bool], LaunchShape] = {}
         self._shapes_of: Tuning | None = None  # what they were found with
@@ -161,14 +163,14 @@ class LaunchCache:
             if len(self._shapes) >= SHAPES_KEPT:
                 self._shapes.clear()
             expected = tokens or self.cfg.max_tokens_per_rank
-            options = {"whole_rows": whole_rows, "pairs": self.pairs, "whole_sms": self.whole_sms}
-            shape = tuning.shape(operation, expected, self.max_ctas, **options)
+            shape = tuning.shape(operation, expected, self.max_ctas, whole_rows=whole_rows, **self._options)
+            wide = operation.startswith("combine") and shape.threads == WIDE_THREADS
             flagged = self._are_flagged(tokens)
-            may_pipe = shape.threads == WIDE_THREADS and not operation.endswith("_wait") and flagged
+            may_pipe = wide and not operation.endswith("_wait") and flagged
             ring_bytes = self._ring_bytes if may_pipe else 0
             threads = PIPED_THREADS if ring_bytes else shape.threads
             grid = Grid(
-                pdl=int(2 * shape.grid <= self.max_ctas),
+                pdl=int(2 * shape.ctas <= self.max_ctas),
                 send_ctas=shape.send_ctas,
                 packed=int(shape.packed),
                 receive_from=shape.receive_from,
@@ -179,13 +181,15 @@ class LaunchCache:
             slices = shape.slices_log2
             if operation.startswith("dispatch") and not has_whole_segments(self.cfg.format):
                 slices = 0
-            back = tuning.shape("combine", expected, self.max_ctas).slices_log2
-            if flagged:
-                back = min(back, log2_of(MANY_SLICES))
-            pairs = self.pairs and shape.grid > 1
-            found = LaunchShape(shape.grid, slices, back, flagged, grid, shared, pairs, threads)
+            back = min(tuning.shape("combine", expected, self.max_ctas).slices, self.most_slices(tokens))
+            pairs = self._options["pairs"] and shape.ctas > 1
+            found = LaunchShape(shape.ctas, slices, log2_of(back), flagged, grid, shared, pairs, threads)
             self._shapes[key] = found
         return found
+
+    def most_slices(self, tokens: int) -> int:
+        """Slices that a row of so many tokens may have on its way home."""
+        return MANY_SLICES if self._are_flagged(tokens) else MAX_SLICES
 
     def _are_flagged(self, tokens: int) -> bool:
         """Whether rows of so many tokens come home with flags: the arena has room for such rows of any number of

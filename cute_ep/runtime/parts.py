@@ -37,7 +37,7 @@ class RankParts:
         shared_device: whether other ranks are on the same GPU.
         pairs: whether CTAs are launched in clusters of 2, so that the few SMs that they leave to others are whole TPCs.
         whole_sms: whether there is an SM for each CTA.
-        ring_bytes: as of `load_kernels`.
+        ring_bytes: as of `load_kernels`; 0: CTAs may not take all of an SM's shared memory.
         first_rank: what messages call rank 0 of the group, where it is one node of several.
     """
 
@@ -64,7 +64,7 @@ def load_kernels(
     cfg: EPConfig, device: torch.device, library: Library, hooks: Hooks, ring_bytes: int = 0
 ) -> dict[str, Kernel]:
     """All kernels that one rank of `cfg` may launch, loaded on its device, by operation. ring_bytes: of shared memory
-    for the stages of PIPED_KERNELS.
+    for the stages of PIPED_KERNELS; if there are any, wide CTAs of dispatch have shared memory for twins.
 
     Raises:
         VariantMissing: a kernel is not in the library.
@@ -82,7 +82,8 @@ def load_kernels(
         kernels: dict[str, Kernel] = {}
         for name, entry in entries.items():
             call = DISPATCH_CALL if name.startswith("dispatch") else COMBINE_CALL
-            kernels[name] = Kernel(entry, call, ring_bytes if name in PIPED_KERNELS else 0)
+            ring = ring_bytes if name in PIPED_KERNELS else 0
+            kernels[name] = Kernel(entry, call, ring, twins=call is DISPATCH_CALL and ring_bytes > 0)
             undo.callback(kernels[name].unload)
         undo.pop_all()
     return kernels

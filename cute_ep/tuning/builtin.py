@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import log2
 from typing import TypeVar
 
 from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, LAMPORT_TOKENS, SEGMENT_BYTES, message_bytes
+from cute_ep.layouts.maps.routing import RowOrder
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
 
 Found = TypeVar("Found")
@@ -129,10 +130,42 @@ COMBINE: dict[int, tuple[Entry, ...]] = {
     ),
 }
 """Tables for at most so many ranks, measured as DISPATCH."""
-RANK_MAJOR_CTAS, RANK_MAJOR_TOKENS, LONG_BYTES, RANK_MAJOR_SENDERS = 48, 256, 10000, 1 / 3
-"""With at most so many CTAs, for more tokens and longer messages than so, this share of the CTAs sends where rows are
-rank-major: receivers then write a message once, and few senders cannot fill a link. BF16 dispatches of 1024 and 4096
-tokens on 24 SMs take 83 to 85 and 297 us, with the share of other rows 109 and 506 (2 x H200, 2026-11-26)."""
+UP_TO_32_OF_TWINS = Entry(32, MANY, 1 / 4, 4, split_from=18)
+TWIN_DISPATCH: dict[RowOrder, dict[int, tuple[Entry, ...]]] = {
+    "expert_major": {
+        5000: (UP_TO_32_OF_TWINS, Entry(256, MANY, 0, 2), Entry(MANY, MANY, 0, 1)),
+        10000: (
+            UP_TO_32_OF_TWINS,
+            Entry(64, MANY, 1 / 5, 2, split_from=34),
+            Entry(1024, MANY, 1 / 4, 2, split_from=66),
+            Entry(MANY, MANY, 1 / 3, 1, split_from=66),
+        ),
+        MANY: (
+            UP_TO_32_OF_TWINS,
+            Entry(256, MANY, 1 / 8, 4, split_from=26),
+            Entry(1024, MANY, 1 / 6, 4, split_from=26),
+            Entry(MANY, MANY, 1 / 6, 1, split_from=26),
+        ),
+    },
+    "rank_major": {
+        5000: (UP_TO_32_OF_TWINS, Entry(256, MANY, 5 / 12, 2, split_from=34), Entry(MANY, MANY, 0, 1)),
+        10000: (
+            UP_TO_32_OF_TWINS,
+            Entry(256, MANY, 1 / 3, 2, split_from=34),
+            Entry(1024, MANY, 5 / 12, 1, split_from=34),
+            Entry(MANY, MANY, 5 / 12, 1, split_from=66),
+        ),
+        MANY: (
+            UP_TO_32_OF_TWINS,
+            Entry(256, MANY, 1 / 4, 2),
+            Entry(1024, MANY, 1 / 3, 1, most_senders=20),
+            Entry(MANY, MANY, 1 / 3, 1, most_senders=22, split_from=34),
+        ),
+    },
+}
+"""Tables where CTAs may have twins, by the order of rows, for messages of at most so many bytes, of more than 2 tokens:
+rows of 7168 elements in BF16, FP8 and NVFP4, 256 experts, top-8, with 8, 24 and 44 SMs (2 x H200, 2026-11-27).
+Receivers write a message once where rows are by source rank, and as often as it has experts otherwise."""
 SEGMENTS_PER_SLICE: dict[str, dict[int, float]] = {
     "dispatch": {256: 1 / 2, MANY: 3 / 2},
     "combine": {LAMPORT_TOKENS: 1 / 2, MANY: 3 / 2},
@@ -141,21 +174,19 @@ SEGMENTS_PER_SLICE: dict[str, dict[int, float]] = {
 as they can be. Rows of 2048 to 6144 elements, otherwise measured as DISPATCH."""
 
 
-def built_in(cfg: EPConfig, ctas: int) -> Tuning:
-    """The tables that ship, for ranks with so many CTAs and such rows. With fewer than TABLE_CTAS slices are fewer in
-    proportion, so that a warp has as many; where an entry takes part of the CTAs, from half of its grid down. Rows that
-    are too short for that many slices (SEGMENTS_PER_SLICE) have fewer.
+def built_in(cfg: EPConfig, ctas: int, *, twins: bool = False) -> Tuning:
+    """The tables that ship, for ranks with so many CTAs, which may have twins, and such rows. With fewer than
+    TABLE_CTAS slices are fewer in proportion, so that a warp has as many; where an entry takes part of the CTAs, from
+    half of its grid down. Rows that are too short for that many slices (SEGMENTS_PER_SLICE) have fewer.
 
-    4 x H200, 2026-11-22, 16 SMs a rank: partial combine of 1024 tokens 623 -> 315 us (284 where every CTA does both),
-    NVFP4 dispatch 242 -> 105.
+    4 x H200, 2026-11-22, 16 SMs a rank: partial combine of 1024 tokens 623 -> 315 us (284 where every CTA does both).
     """
-    dispatch = _first_of(_first_of(DISPATCH, cfg.peers), message_bytes(cfg.format, cfg.hidden))
-    if cfg.is_rank_major and ctas <= RANK_MAJOR_CTAS and message_bytes(cfg.format, cfg.hidden) > LONG_BYTES:
-        dispatch = tuple(
-            replace(one, senders=RANK_MAJOR_SENDERS) if one.tokens > RANK_MAJOR_TOKENS else one for one in dispatch
-        )
-    combine = _first_of(COMBINE, cfg.peers)
-    return Tuning(_fitted("dispatch", dispatch, cfg, ctas), _fitted("combine", combine, cfg, ctas))
+    nbytes = message_bytes(cfg.format, cfg.hidden)
+    dispatch = _scaled(_first_of(_first_of(DISPATCH, cfg.peers), nbytes), ctas)
+    if twins:
+        dispatch = [dispatch[0], *_first_of(TWIN_DISPATCH[cfg.row_order], nbytes)]
+    combine = _scaled(_first_of(COMBINE, cfg.peers), ctas)
+    return Tuning(_capped("dispatch", dispatch, cfg), _capped("combine", combine, cfg))
 
 
 def segments_of(family: str, cfg: EPConfig) -> int:
@@ -164,11 +195,18 @@ def segments_of(family: str, cfg: EPConfig) -> int:
     return -(-row // SEGMENT_BYTES)
 
 
-def _fitted(family: str, table: tuple[Entry, ...], cfg: EPConfig, ctas: int) -> tuple[Entry, ...]:
+def _scaled(table: tuple[Entry, ...], ctas: int) -> list[Entry]:
+    """The entries with slices for so many CTAs."""
+    shares = [min(1, ctas / (TABLE_CTAS if one.grid >= TABLE_CTAS else one.grid / 2)) for one in table]
+    slices = [1 << max(0, round(log2(one.slices * share))) for one, share in zip(table, shares, strict=True)]
+    return [replace(one, slices=count) for one, count in zip(table, slices, strict=True)]
+
+
+def _capped(family: str, table: Sequence[Entry], cfg: EPConfig) -> tuple[Entry, ...]:
+    """The entries with as many slices as such rows may have."""
     segments, entries = segments_of(family, cfg), []
     for entry in table:
-        share = min(1, ctas / (TABLE_CTAS if entry.grid >= TABLE_CTAS else entry.grid / 2))
-        slices = 1 << max(0, round(log2(entry.slices * share)))
+        slices = entry.slices
         while slices > 1 and slices * _first_of(SEGMENTS_PER_SLICE[family], entry.tokens) >= segments:
             slices //= 2
         entries.append(replace(entry, slices=slices))

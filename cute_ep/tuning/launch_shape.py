@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from cute_ep.api.config import is_integer, is_number
 from cute_ep.api.errors import EPConfigError
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MANY_SLICES, MAX_SLICES
-from cute_ep.layouts.maps.launch import THREADS, WIDE_THREADS
+from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS, WIDE_THREADS
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 
 MANY = 1 << 30
 """More than any number of tokens or CTAs."""
 WIDE_TOKENS = 2
-"""Tokens for each CTA from which on combine fills SMs of which it has one each. Partial combine of 128 tokens on 64 and
-124 SMs takes 16.0 and 12.3 us so, else 16.8 and 11.6, of 1024 on 24 and 124 SMs 140 and 57.5, else 220 and 64.7
-(2 x H200, 2026-11-26)."""
+"""Tokens for each CTA from which on CTAs fill SMs of which they have one each: combine with 1024 threads, dispatch with
+twins. Partial combine of 128 tokens on 64 and 124 SMs takes 16.0 and 12.3 us so, else 16.8 and 11.6, of 1024 on 24 and
+124 SMs 140 and 57.5, else 220 and 64.7 (2 x H200, 2026-11-26); FP8 dispatch by source rank of 16 tokens on 8 and 24 SMs
+10.8 and 7.9, else 13.4 and 7.1 (2 x H200, 2026-11-27)."""
 FAMILIES = ("dispatch", "combine")
 """Operations that have a table; halves and modes share it."""
 
@@ -48,8 +50,10 @@ class Entry:
         slices: slices of a message (dispatch) or of a returned row (combine).
         packed: whether senders share SMs with each other instead of with receivers, which their stores hold up while
             links are busy (dispatch only).
-        most_senders: CTAs that send at most: more would not fill the links better, but be missing as receivers.
-        split_from: CTAs from which on some only send and the others only receive; of fewer, every one does both.
+        most_senders: CTAs, or twins, that send at most: more would not fill the links better, but be missing as
+            receivers.
+        split_from: CTAs, or twins, from which on some only send and the others only receive; of fewer, every one does
+            both.
 
     Raises:
         EPConfigError: a field breaks its rule.
@@ -79,7 +83,7 @@ class Entry:
 class Shape(NamedTuple):
     """The choice for one call: grid, CTAs below `send_ctas` send, CTAs from `receive_from` receive; slices of each
     message (dispatch), or of each row that is to come back (combine; decided and published by the dispatch before);
-    `Entry.packed`; threads of a CTA."""
+    `Entry.packed`; threads of a CTA; whether CTAs have twins (`kernels/device/twins.py`), which then count as CTAs."""
 
     grid: int
     send_ctas: int
@@ -87,6 +91,12 @@ class Shape(NamedTuple):
     slices: int
     packed: bool = False
     threads: int = THREADS
+    twins: bool = False
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of the launch."""
+        return self.grid // CTAS_PER_SM if self.twins else self.grid
 
     @property
     def slices_log2(self) -> int:
@@ -132,6 +142,7 @@ class Tuning:
         whole_rows: bool = False,
         pairs: bool = False,
         whole_sms: bool = False,
+        twins: bool = False,
     ) -> Shape:
         """Shape of one launch.
 
@@ -142,23 +153,26 @@ class Tuning:
             whole_rows: combine returns rows, not partial sums. There is more to add up: at most a quarter of the CTAs
                 send (2 x H200, 2026-11-26, 1024 and 4096 tokens: 173 and 676 us, by half of them 184 and 701).
             pairs: the CTAs come in pairs, so their number is even unless it is 1.
-            whole_sms: each CTA may fill an SM: those of combine do from WIDE_TOKENS on.
+            whole_sms: each CTA of combine may fill an SM, from WIDE_TOKENS on.
+            twins: each CTA of dispatch may, with twins.
         """
-        entry = self.entry(operation, tokens)
-        grid = min(max_ctas, entry.grid)
-        if pairs and grid > 1:
-            grid -= grid % 2
-        wide = whole_sms and operation.startswith("combine") and tokens >= WIDE_TOKENS * grid
-        threads = WIDE_THREADS if wide else THREADS
+        entry, dispatches = self.entry(operation, tokens), operation.startswith("dispatch")
+        ctas = min(max_ctas, entry.grid)
+        if pairs and ctas > 1:
+            ctas -= ctas % 2
+        wide = (twins if dispatches else whole_sms) and tokens >= WIDE_TOKENS * ctas
+        twins = wide and dispatches
+        grid, threads = ctas * CTAS_PER_SM if twins else ctas, WIDE_THREADS if wide else THREADS
+        shape = partial(Shape, grid, slices=entry.slices, threads=threads, twins=twins)
         if operation.endswith("_async"):
-            return Shape(grid, grid, grid, entry.slices, threads=threads)
+            return shape(grid, grid)
         if operation.endswith("_wait"):
-            return Shape(grid, 0, 0, entry.slices, threads=threads)
+            return shape(0, 0)
         most = min(entry.most_senders, grid - 1, max(1, grid // 4) if whole_rows else grid)
         senders = min(round(grid * entry.senders), most)
         if not senders or grid < entry.split_from:
-            return Shape(grid, grid, 0, entry.slices, threads=threads)
-        return Shape(grid, senders, senders, entry.slices, entry.packed, threads)
+            return shape(grid, 0)
+        return shape(senders, senders, packed=entry.packed and not twins)
 
     def revised(self, family: str, found: Mapping[int, Entry]) -> Tuning:
         """This with what was found at some numbers of tokens. A finding holds up to its number, the one of the most

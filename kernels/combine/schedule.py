@@ -112,7 +112,7 @@ class CombineSchedule:
 
     def are_spans(self) -> Boolean:
         """Whether rows of some source are not Lamport rows: then items are spans."""
-        return Boolean(True) if self.always_spans else shared_array(self.flagged, Uint32)[0] != Uint32(0)
+        return shared_array(self.flagged, Uint32)[0] != Uint32(0)
 
     def are_lamport(self, source: Int32) -> Boolean:
         """Whether a source gets Lamport rows back."""

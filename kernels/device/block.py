@@ -9,6 +9,7 @@ from cutlass import Int32, Int64, Numeric, Uint8, Uint32
 from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.divide import quotient
 from cute_ep.kernels.device.memory import LANES, WORDS, Share, row_at, share
+from cute_ep.kernels.device.twins import TwinRegion
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS
 from cute_ep.layouts.maps.record import Region
@@ -32,9 +33,13 @@ def launch_config(
 
 
 def shared_array(region: Region, dtype: type[Numeric]) -> cute.Tensor:
-    """Tensor over a region of dynamic shared memory."""
+    """Tensor over a region of dynamic shared memory, of the thread's twin where each has one."""
     base = cute.arch.get_dyn_smem(Uint8, alignment=VECTOR_BYTES)
-    pointer = cute.recast_ptr(base + region.offset, dtype=dtype)
+    if isinstance(region, TwinRegion):
+        first = base.toint()
+        pointer = cute.make_ptr(dtype, first + region.of_twin(), cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+    else:
+        pointer = cute.recast_ptr(base + region.offset, dtype=dtype)
     return cute.make_tensor(pointer, cute.make_layout(region.shape, stride=region.stride))
 
 

@@ -13,7 +13,17 @@ from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.divide import Divisor, quotient, remainder
 from cute_ep.kernels.device.memory import DeviceRegion, array, part_at, pointer
 from cute_ep.kernels.device.slices import packed_cta
-from cute_ep.kernels.device.sync import Awaited, WaitContext, block_all, not_aborted, report, signal, wait_signal
+from cute_ep.kernels.device.sync import (
+    Awaited,
+    WaitContext,
+    block_all,
+    not_aborted,
+    report,
+    signal,
+    twin_all,
+    wait_signal,
+)
+from cute_ep.kernels.device.twins import twin, twins_log2
 from cute_ep.layouts.maps.arena import ArenaRegions, StateWord, regions_of
 from cute_ep.layouts.maps.arguments import (
     Batch,
@@ -30,6 +40,7 @@ from cute_ep.layouts.maps.arguments import (
     Sums,
     Wire,
 )
+from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import INPUT_ERRORS, MASKED_ENTRY, MAX_RANKS, Phase
 
@@ -65,18 +76,21 @@ def is_beyond(ids: Ids, entries: Int32, index: Int32, given: Int32) -> Boolean:
 
 @dataclass(frozen=True)
 class Context:
-    """One CTA's place in a launch, the launch's arguments and its round.
+    """One CTA's, or twin's, place in a launch, the launch's arguments and its round.
 
     Frozen, because device control flow only carries values it may not change.
 
     Attributes:
-        cta, ctas: this CTA's number, and how many CTAs there are.
+        cta, ctas: number of this CTA, or twin, and how many there are.
         epoch: number of the round, from 1.
         peer_base: peer `tid`'s arena in the first R threads; `wait_all_ranks` stores it to sPeers, so that its latency
             overlaps with that of the first wait.
         sPeers: (peer) Int64, the peers' arenas.
         arena: the regions, as byte offsets from any arena's start.
     """
+
+    TWINS: ClassVar = False
+    """Whether a wide CTA has twins."""
 
     tid: Int32
     cta: Int32
@@ -194,7 +208,11 @@ class Context:
                     report(self.wait_context, Awaited(self.rank, Phase.ORDER, Int32(int(word))), epoch + 1, sent)
                     alive = Boolean(False)
             sPeers[tid] = self.peer_base
-        return block_all(alive)
+        return self.block_all(alive)
+
+    def block_all(self, verdict: Boolean) -> Boolean:
+        """`sync.block_all`, of the thread's twin where there are any."""
+        return twin_all(verdict) if self.TWINS else block_all(verdict)
 
     def has_signaled(self, flag: Int64, epoch: Int64) -> Boolean:
         """One acquire load of a flag."""
@@ -227,6 +245,7 @@ class DispatchContext(Context):
     """A launch of dispatch."""
 
     EPOCHS: ClassVar = StateWord.DISPATCH_SEND_EPOCH
+    TWINS: ClassVar = True
 
     wire: Wire
     input: Input
@@ -292,7 +311,7 @@ def _open(
 ) -> tuple[Opened, Rounds]:
     """`context`: the class, which says where its phase's epoch words are."""
     arena = regions_of(args.arena, DeviceRegion)
-    tid, cta, ctas, peer_base = _find_place(args.group, args.grid, arena.peers, packed)
+    tid, cta, ctas, peer_base = _find_place(args.group, args.grid, arena.peers, packed, context.TWINS)
     rounds = _completed(arena.state.address(args.group.arena, int(context.EPOCHS)))
     epoch = (rounds.received if receive else rounds.sent) + 1
     place = {"tid": tid, "cta": cta, "ctas": ctas, "epoch": epoch, "peer_base": peer_base}
@@ -301,14 +320,22 @@ def _open(
 
 
 @cute.jit
-def _find_place(group: Group, grid: Grid, peers: Region, packed: Int32) -> tuple[Int32, Int32, Int32, Int64]:
-    """Start reading the peer table, and wait for the end of the launch before. `packed` as in `Grid`."""
+def _find_place(
+    group: Group, grid: Grid, peers: Region, packed: Int32, twins: cutlass.Constexpr
+) -> tuple[Int32, Int32, Int32, Int64]:
+    """Start reading the peer table, and wait for the end of the launch before. `packed` as in `Grid`, `twins` as
+    `Context.TWINS`."""
     tid = cute.arch.thread_idx()[0]
+    if cutlass.const_expr(twins):
+        tid = remainder(tid, THREADS)
     gPeers = array(peers.address(group.arena), Int64, group.ranks)
     peer_base = Int64(0)
     if tid < group.ranks:
         peer_base = gPeers[tid]
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    if cutlass.const_expr(twins):
+        log2 = twins_log2(grid.warps)
+        cta, ctas = (cta << log2) + twin(), ctas << log2
     cute.arch.griddepcontrol_wait()
     if grid.pdl != 0:
         cute.arch.griddepcontrol_launch_dependents()

@@ -13,6 +13,7 @@ no ordering. (A word that no round has written for exactly 2^32 rounds would pas
 | `store_ll`     | st.relaxed.sys                        | nothing: the value is in the word                |
 | `wait_ll`      | ld.relaxed.sys loop                   | nothing: the value is in the word                |
 | `block_all`    | barrier.cta.red.and.aligned           | one thread's wait -> the whole CTA, and verdict  |
+| `twin_all`     | the same, with a number               | the same within a twin (`twins`)                 |
 | `warp_all`     | vote, bar.warp.sync                   | one lane's wait -> the whole warp, and verdict   |
 | `count_exit`   | atom.relaxed                          | publication -> retraction, if a wait failed      |
 | `grid_barrier` | atom.release.gpu, ld.acquire.sys loop | all of every CTA before it -> all after it       |
@@ -39,6 +40,8 @@ from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.divide import remainder
 from cute_ep.kernels.device.memory import pointer, row_address, vectors_at
+from cute_ep.kernels.device.twins import twin_barrier
+from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord, pack_phase
 from cute_ep.layouts.maps.scales import WORD_BYTES
 
@@ -201,6 +204,17 @@ def block_all(verdict: Boolean) -> Boolean:
     return opaque(result) != 0  # a number: a predicate that lives long is spilled
 
 
+def twin_all(verdict: Boolean) -> Boolean:
+    """`block_all` of a twin. PTX, since the DSL's barrier that reduces has no number."""
+    result = cute.arch.inline_ptx(
+        "{ .reg .pred own, every; setp.ne.u32 own, {$r0}, 0; "
+        f"barrier.cta.red.and.aligned.pred every, {{$r1}}, {THREADS}, own; selp.u32 {{$w0}}, 1, 0, every; }}",
+        write_only_types=[Int32],
+        read_only_args=[Int32(verdict), twin_barrier()],
+    )
+    return result != 0
+
+
 def warp_all(verdict: Boolean) -> Boolean:
     """Warp barrier that returns whether `verdict` held in every lane; orders memory among the lanes."""
     result = cute.arch.vote_all_sync(verdict)
@@ -218,14 +232,14 @@ def grid_barrier(ctx: Context, counter: Int64, ctas: Int32, alive: Boolean) -> B
 
     False, in every thread, if this CTA is not alive, or when another one is not: that has raised the abort word.
     """
-    alive = block_all(alive)
+    alive = ctx.block_all(alive)
     if alive:
         if ctx.tid == 0:
             cute.arch.atomic_add(pointer(counter, Int64), Int64(1), sem="release", scope="gpu")
             hasty = ctx.wait_context
             patient = WaitContext(hasty.timeout_ns * PATIENCE, hasty.status, hasty.abort)
             alive = wait_signal(patient, counter, Int64(ctas), Awaited(ctx.rank, Phase.GRID, Int32(0)))
-        alive = block_all(alive)
+        alive = ctx.block_all(alive)
     return alive
 
 

@@ -40,14 +40,15 @@ from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.device.block import launch_config
 from cute_ep.kernels.device.context import DispatchContext, open_dispatch, peer_table
 from cute_ep.kernels.device.slices import control_cta
-from cute_ep.kernels.device.sync import block_all, count_exit, reset_counter
+from cute_ep.kernels.device.sync import count_exit, reset_counter
+from cute_ep.kernels.device.twins import TwinMap
 from cute_ep.kernels.dispatch.recv import DispatchRecv
 from cute_ep.kernels.dispatch.route import Route
 from cute_ep.kernels.dispatch.send import DispatchSend
 from cute_ep.kernels.hooks import HookFunctions, WeightReader
 from cute_ep.layouts.maps.arena import StateWord
 from cute_ep.layouts.maps.arguments import DispatchArgs
-from cute_ep.layouts.maps.record import RegionMap
+from cute_ep.layouts.maps.launch import WIDE_THREADS
 
 
 class Dispatch:
@@ -72,7 +73,7 @@ class Dispatch:
     ) -> None:
         self.send, self.receive = codec is not None, receive
         direct = receive and codec is not None and codec.fmt.scale is None
-        shared = RegionMap(alignment=16)
+        shared = TwinMap()
         self.peers = peer_table(shared)
         if codec is not None:
             self.route_role = Route(WeightReader(hooks.router_weights), rank_major, shared)
@@ -82,7 +83,7 @@ class Dispatch:
 
     @cute.jit
     def __call__(self, args: DispatchArgs, grid: Int32) -> None:
-        self.kernel(args).launch(**launch_config(grid, self.shared_bytes))
+        self.kernel(args).launch(**launch_config(grid, self.shared_bytes, WIDE_THREADS, 1, fixed=False))
 
     @cute.kernel
     def kernel(self, args: DispatchArgs) -> None:
@@ -114,7 +115,7 @@ class Dispatch:
         publishes = Boolean(False)
         if cutlass.const_expr(self.receive):
             publishes = ctx.cta - ctx.grid.receive_from == control_cta(ctx.ctas - ctx.grid.receive_from)
-        last, complete = count_exit(ctx.state_word(counter), ctx.ctas, block_all(alive), publishes, ctx.tid)
+        last, complete = count_exit(ctx.state_word(counter), ctx.ctas, ctx.block_all(alive), publishes, ctx.tid)
         if last:
             if cutlass.const_expr(self.send):
                 reset_counter(ctx.state_word(StateWord.DISPATCH_TICKETS))

@@ -11,6 +11,8 @@ instead of waiting for a fence that follows them.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint8, Uint32
@@ -20,10 +22,11 @@ from cute_ep.kernels.device.context import IDS_IN_FLIGHT, DispatchContext, given
 from cute_ep.kernels.device.divide import quotient
 from cute_ep.kernels.device.memory import item_coord, row_address
 from cute_ep.kernels.device.sync import store_ll
+from cute_ep.kernels.device.twins import sync_twin
 from cute_ep.kernels.hooks import WeightReader
 from cute_ep.layouts.maps.arena import LL_BYTES, HeaderWord, StateWord, pack_messages
 from cute_ep.layouts.maps.launch import THREADS, WARPS
-from cute_ep.layouts.maps.record import Region, RegionMap
+from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import BEYOND, MASKED_ENTRY, MAX_EXPERTS, MAX_RANKS, Phase, pack_entry
 
 ROUTE_WARPS = 8
@@ -37,7 +40,9 @@ class Route:
         self.weights, self.rank_major = weights, rank_major
         self.histogram = shared.add("histogram", 4, MAX_EXPERTS)
         self.warp_words = shared.add("route_warp_counts", 4, ROUTE_WARPS * MAX_EXPERTS // 4)
-        self.warp_counts = Region("", self.warp_words.offset, 1, (ROUTE_WARPS, MAX_EXPERTS), (MAX_EXPERTS, 1))
+        self.warp_counts = replace(
+            self.warp_words, itemsize=1, shape=(ROUTE_WARPS, MAX_EXPERTS), stride=(MAX_EXPERTS, 1)
+        )
 
     @cute.jit
     def run(self, ctx: DispatchContext, sent: Int64 | None) -> Boolean:
@@ -74,9 +79,9 @@ class Route:
             given, weight = self._load_span(ctx, span)
             self._load_before(ctx, span, self._place(ctx), rId)
             if span < spans:
-                cute.arch.sync_threads()
+                sync_twin()
                 self._zero_counts(ctx)
-                cute.arch.sync_threads()
+                sync_twin()
         return alive
 
     def _lanes(self, ctx: DispatchContext) -> Int32 | int:
@@ -174,7 +179,7 @@ class Route:
         earlier = Int32(cute.arch.popc(same & Uint32(cute.arch.lanemask_lt())))
         if (key >= 0) & (earlier == 0):
             sCounts[ctx.warp, key] = Uint8(cute.arch.popc(same))
-        cute.arch.sync_threads()
+        sync_twin()
         return key, earlier
 
     def _first_of_warp(self, ctx: DispatchContext, index: Int32) -> Int32:

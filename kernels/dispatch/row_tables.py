@@ -14,7 +14,8 @@ from cute_ep.kernels.device.context import DispatchContext
 from cute_ep.kernels.device.divide import round_up
 from cute_ep.kernels.device.lamport import is_lamport
 from cute_ep.kernels.device.slices import most_slices
-from cute_ep.kernels.device.sync import Awaited, block_all, wait_ll
+from cute_ep.kernels.device.sync import Awaited, wait_ll
+from cute_ep.kernels.device.twins import sync_twin
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.record import RegionMap
@@ -83,7 +84,7 @@ class Tables:
             else:
                 sBase[item - ctx.ranks * len(HeaderWord)] = value
             alive = alive & came
-        alive = block_all(alive)
+        alive = ctx.block_all(alive)
         if alive:
             self._place_rows(ctx, sBase, sStart, sScaleStart)
         return alive
@@ -101,7 +102,7 @@ class Tables:
             sItems[0] = most_slices(sHeader, ctx.ranks) * ctx.ranks
         if ctx.tid == 64:
             sTiled[0] = Int32(0)
-        cute.arch.sync_threads()
+        sync_twin()
         if (ctx.out.aligned != 0) | (ctx.scales.words != 0):
             if ctx.warp == 0:
                 if ctx.out.aligned != 0:
@@ -122,7 +123,7 @@ class Tables:
                 if not flagged:
                     many = many & (words > FEW_WORDS)
                 sTiled[0] = Int32((ctx.out.has_tiles != 0) & many)
-            cute.arch.sync_threads()
+            sync_twin()
 
     def are_tiled(self) -> Boolean:
         """Whether `ScaleTiles` writes the scale factors of this launch: with many of them, and a layout that has tiles.

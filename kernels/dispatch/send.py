@@ -37,6 +37,7 @@ from cute_ep.kernels.device.slices import (
     whole_chunks,
 )
 from cute_ep.kernels.device.sync import signal, take_ticket
+from cute_ep.kernels.device.twins import sync_twin
 from cute_ep.kernels.dispatch.given_rows import given_row_scale, given_scale_word
 from cute_ep.kernels.dispatch.message import message_row_scale, message_scales, scale_vectors
 from cute_ep.kernels.dispatch.prefetch import Prefetch
@@ -110,7 +111,7 @@ class DispatchSend:
             if not is_lamport(ctx.input.tokens):
                 if ctx.tid == 0:
                     sTickets[turn] = number
-                cute.arch.sync_threads()  # all of the chunk is stored
+                sync_twin()  # all of the chunk is stored
                 if (ctx.warp == 0) & (lane < ctx.ranks) & self._is_destination(ctx, lane):
                     signal(ctx.there(lane, ctx.arena.message_ready, ctx.rank, chunk_of(item)), ctx.epoch)
             item = following

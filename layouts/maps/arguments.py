@@ -109,10 +109,10 @@ class Grid(NamedTuple):
 
     Attributes:
         pdl: 1 where the next launch may start while this one runs, to wait for its end.
-        send_ctas: CTAs below it send.
+        send_ctas: CTAs below it send; here and below twins count as CTAs (`kernels/device/twins.py`).
         packed: 1 for CTA numbers of `packed_cta`, 0 for those of the blocks.
         receive_from: CTAs from it on receive.
-        warps: of a CTA; dispatch's always have WARPS.
+        warps: of a CTA; those of dispatch with WIDE_WARPS have twins, others have WARPS.
         ring_bytes: of shared memory for the stages of pipelines.
     """
 

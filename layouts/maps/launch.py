@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 THREADS = 512
-"""Threads of a CTA (`reqntid` in the cubins)."""
+"""Threads of a CTA."""
 WARPS = THREADS // 32
 CTAS_PER_SM = 2
 """Kernels are compiled to fit this many CTAs on one SM (at most 64 registers a thread)."""
 WIDE_THREADS = CTAS_PER_SM * THREADS
-"""Threads of a wide CTA, which takes a whole SM. Kernels of combine can be launched with it (`maxntid`)."""
+"""Threads of a wide CTA, which takes a whole SM. Kernels of dispatch and combine may be launched with it (`maxntid` in
+the cubins)."""
 WIDE_WARPS = WIDE_THREADS // 32
 PIPELINES, PIPELINE_WARPS = 3, 5
 """Of a CTA of the piped kernels of combine, which takes a whole SM: in each pipeline one warp has rows copied into

@@ -318,8 +318,11 @@ def test_rows_travel_in_words_that_may_be_looked_at(sass: Sass, variant: Variant
 
 def exit_fences(code: list[str]) -> tuple[bool, bool]:
     """Whether a device-scope fence stands directly before, and whether one stands after, the last atomic add: the one
-    with which a CTA counts itself out."""
-    last = max(index for index, line in enumerate(code) if re.search(r"\bATOMG\.E\.ADD\b", line))
+    with which a CTA counts itself out. Where the compiler does not know that one thread does, there are two to the same
+    address, the first for fewer than a whole warp."""
+    adds = [index for index, line in enumerate(code) if re.search(r"\bATOMG\.E\.ADD\b", line)][-2:]
+    to = [re.search(r"\[R\d+\S*\]", code[index]) for index in adds]
+    last = min(at for at, place in zip(adds, to, strict=True) if place and to[-1] and place[0] == to[-1][0])
     before = False
     for line in reversed(code[:last]):
         if re.search(r"\bMEMBAR\.\S*GPU\b", line):
@@ -327,6 +330,15 @@ def exit_fences(code: list[str]) -> tuple[bool, bool]:
         if before or re.search(r"\b(STG|ST|RED|ATOMG|BAR)\b", line):
             break
     return before, any(re.search(r"\bMEMBAR\.\S*GPU\b", line) for line in code[last:])
+
+
+@pytest.mark.parametrize(
+    "variant", [v for v in WANTED if v.kernel in DISPATCH_KERNELS], ids=lambda v: f"{v.arch}-{v.symbol}"
+)
+def test_barriers_of_dispatch_are_those_of_twins(sass: Sass, variant: Variant) -> None:
+    """By a number, for THREADS threads: half of a wide CTA would never come to any other one."""
+    bars = [line for line in sass(variant) if re.search(r"\bBAR\.", line)]
+    assert bars and all(re.search(rf" R\d+, {THREADS:#x}\b", line) for line in bars), bars
 
 
 @GROUP

@@ -264,6 +264,20 @@ MUTANTS = {
         "two ahead on few SMs",
         (Edit("kernels/combine/schedule.py", "are_flagged(returns) != 0", "tokens > 1024"),),
     ),
+    # twins have one barrier, which lets either of them go when half of its threads have come
+    "TWINS_ONE_BARRIER": Mutant(
+        "two ahead on few SMs",
+        (Edit("kernels/device/twins.py", "barrier_id=twin_barrier()", "barrier_id=3"),),
+    ),
+    # and the same shared memory
+    "TWINS_ONE_MEMORY": Mutant(
+        "two ahead on few SMs",
+        (
+            Edit(
+                "kernels/device/twins.py", "return twin() * self.map.nbytes + self.offset", "return Int32(self.offset)"
+            ),
+        ),
+    ),
     # bulk copies are not ordered behind the flags: no GPU need show it
     "PIPED_NO_FENCE": Mutant(
         "combines on few SMs",

@@ -50,7 +50,7 @@ def try_case(case: Case, library: Path, seeds: int) -> str | None:
     for seed in range(seeds):
         try:
             run_schedules(Run(communicators, case, seed), seed=seed)
-        except (AssertionError, EPTimeout) as error:
+        except (AssertionError, EPTimeout, torch.AcceleratorError) as error:  # the last: a kernel has crashed
             return f"{type(error).__name__}: {error}"
     for communicator in communicators:
         communicator.close()

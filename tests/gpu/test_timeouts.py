@@ -81,9 +81,13 @@ def names(error: EPTimeout) -> set[str]:
         (MANY, "entries", "MESSAGE", r"routing of dispatch round 1, but not slice 0 of its token", "message_ready"),
     ],
 )
-def test_a_rank_stops_in_a_dispatch(tokens: int, step: str, phase: str, words: str, flag: str | None) -> None:
+@pytest.mark.parametrize("sms", [None, 8], ids=["half of the SMs", "few SMs"])
+def test_a_rank_stops_in_a_dispatch(
+    sms: int | None, tokens: int, step: str, phase: str, words: str, flag: str | None
+) -> None:
+    """On few SMs twins wait."""
     cfg = EPConfig(1024, 8, 2, MANY, 2, "bf16", timeout_s=1.0)
-    with connected(cfg, ["cuda:0"] * 2) as communicators:
+    with connected(cfg, ["cuda:0"] * 2, sms=sms) as communicators:
         one = communicators[0]
         load = Workload(communicators, [tokens] * 2, "uniform", 4)
         send(one, step, tokens, 1)

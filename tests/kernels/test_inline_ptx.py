@@ -21,9 +21,10 @@ ELSEWHERE = {
     "device/arith.py opaque": "hides a value from the compiler",
     "device/arith.py unit_amax": "maximum of two bfloat16 at once",
     "device/slices.py draw": "a ticket of a CTA: an atomic of shared memory that counts around",
+    "device/sync.py twin_all": "a barrier that has a number and reduces",
 }
 """File and function -> why the DSL's own words do not do."""
-ACCESS = re.compile(r"\b(ld|st|red|cp|prefetch|atom\.global)\.")
+ACCESS = re.compile(r"(?<!barrier\.cta\.)\b(ld|st|red|cp|prefetch|atom\.global)\.")
 
 
 def with_ptx() -> Iterator[tuple[str, str]]:

@@ -225,6 +225,35 @@ def test_a_source_says_whether_its_rows_come_home_with_flags(
     assert [1 << return_slices_log2(one.returns) for one in shapes] == [1] * 4 + [32 if few else 4]
 
 
+@pytest.mark.parametrize("operation", ["dispatch", "dispatch_async", "dispatch_wait"])
+@pytest.mark.parametrize(
+    ("ctas", "tokens", "ring_bytes", "pairs", "twins"),
+    [
+        pytest.param(24, 48, RING, False, True, id="two tokens a CTA"),
+        pytest.param(24, 47, RING, False, False, id="fewer"),
+        pytest.param(24, 0, RING, False, True, id="none: others may have many"),
+        pytest.param(24, 4096, 0, False, False, id="no SM of its own"),
+        pytest.param(9, 4096, RING, True, True, id="pairs of wide CTAs"),
+    ],
+)
+def test_ctas_of_dispatch_have_twins(
+    operation: str, ctas: int, tokens: int, ring_bytes: int, pairs: bool, twins: bool
+) -> None:
+    """Each counts as a CTA, but for what is launched and what fits side by side."""
+    cfg = EPConfig(7168, 8, 2, 4096, 2)
+    cache = LaunchCache(cfg, 0, ctas, {}, pairs=pairs, whole_sms=True, ring_bytes=ring_bytes)
+    tuning = Tuning((Entry(MANY, MANY, 1 / 4, 1, packed=True),), (Entry(MANY, MANY, 0, 1),))
+    shape, wanted = cache.shape(tuning, operation, tokens), ctas - ctas % 2 if pairs else ctas
+    parts = wanted * (1 + twins)
+    assert (shape.ctas, shape.threads, shape.grid.warps) == (wanted, 512 * (1 + twins), 16 * (1 + twins))
+    senders = {"dispatch": parts // 4, "dispatch_async": parts, "dispatch_wait": 0}[operation]
+    assert (shape.grid.send_ctas, shape.grid.receive_from) == (senders, senders)
+    assert shape.grid.packed == (operation == "dispatch" and not twins), "twins are on one SM whatever their numbers"
+    assert (shape.grid.pdl, shape.pairs) == (0, pairs)
+    narrow = cache.shape(grid_of(wanted // 2), operation, tokens)
+    assert narrow.ctas == wanted // 2 and narrow.grid.pdl == 1, "CTAs, not twins, fit side by side"
+
+
 @pytest.mark.parametrize(
     ("ctas", "ranks", "stages"),
     [

@@ -43,22 +43,38 @@ def test_with_fewer_ctas_a_row_is_cut_into_fewer_slices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "fmt", "ctas", "tokens", "senders"),
+    ("order", "fmt", "sms", "tokens", "senders", "slices"),
     [
-        pytest.param("rank_major", "bf16", 24, 4096, 8, id="a third"),
-        pytest.param("rank_major", "bf16", 24, 1024, 8, id="a third, of fewer tokens"),
-        pytest.param("rank_major", "bf16", 48, 4096, 16, id="a third, of the most CTAs"),
-        pytest.param("rank_major", "bf16", 64, 4096, 12, id="more CTAs"),
-        pytest.param("rank_major", "bf16", 24, 256, 4, id="few tokens"),
-        pytest.param("rank_major", "fp8", 24, 1024, 6, id="shorter messages"),
-        pytest.param("expert_major", "bf16", 24, 4096, 4, id="another order"),
+        pytest.param("expert_major", "bf16", 24, 4096, 8, 1, id="a sixth"),
+        pytest.param("expert_major", "bf16", 24, 1024, 8, 4, id="a sixth, of fewer tokens"),
+        pytest.param("expert_major", "bf16", 8, 4096, 0, 1, id="too few to choose from"),
+        pytest.param("expert_major", "fp8", 24, 4096, 0, 1, id="shorter messages"),
+        pytest.param("expert_major", "fp8", 44, 4096, 29, 1, id="shorter messages, more SMs"),
+        pytest.param("expert_major", "nvfp4", 44, 4096, 0, 1, id="the shortest messages"),
+        pytest.param("rank_major", "bf16", 24, 4096, 16, 1, id="another order"),
+        pytest.param("rank_major", "bf16", 44, 4096, 22, 1, id="another order, more SMs"),
+        pytest.param("rank_major", "fp8", 24, 1024, 20, 1, id="another order, shorter messages"),
+        pytest.param("rank_major", "nvfp4", 44, 128, 37, 2, id="another order, few of the shortest messages"),
+        pytest.param("rank_major", "fp8", 8, 16, 0, 4, id="few tokens"),
     ],
 )
-def test_few_ctas_have_more_senders_where_rows_are_rank_major(
-    order: RowOrder, fmt: str, ctas: int, tokens: int, senders: int
+def test_where_ctas_have_twins_dispatch_has_tables_of_its_own(
+    order: RowOrder, fmt: str, sms: int, tokens: int, senders: int, slices: int
 ) -> None:
+    """senders: 0 where every twin sends."""
     cfg = EPConfig(7168, 256, 8, 4096, 2, fmt, row_order=order)
-    assert built_in(cfg, ctas).shape("dispatch", tokens, ctas).send_ctas == senders
+    shape = built_in(cfg, sms, twins=True).shape("dispatch", tokens, sms, twins=True)
+    assert (shape.grid, shape.receive_from, shape.slices) == (2 * sms, senders, slices)
+
+
+def test_tables_of_twins_are_for_all_rows() -> None:
+    """Of either order and of any length, which caps their slices; up to 2 tokens, and in combine, nothing changes."""
+    for order, fmt, hidden in product(("expert_major", "rank_major"), FORMATS, (128, 7168)):
+        cfg = EPConfig(hidden, 256, 8, 4096, 2, fmt, row_order=order)
+        one, few, usual = (built_in(cfg, sms, twins=twins) for sms, twins in ((1, True), (24, True), (24, False)))
+        assert one.dispatch[1:] == few.dispatch[1:] != usual.dispatch[1:]
+        assert (few.dispatch[0], few.combine) == (usual.dispatch[0], usual.combine)
+        assert hidden > 128 or all(entry.slices == 1 for entry in few.dispatch if entry.tokens > 2)
 
 
 @pytest.mark.parametrize(

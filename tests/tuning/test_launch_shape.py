@@ -38,17 +38,17 @@ def test_no_launch_shape_has_more_pieces_than_flags(launch: tuple[EPConfig, int,
                 assert has_flags(cfg, tokens, shape.slices)
 
 
-@given(launches, tunings, st.sampled_from(OPERATIONS), st.booleans())
+@given(launches, tunings, st.sampled_from(OPERATIONS), st.booleans(), st.booleans())
 def test_each_half_that_runs_has_a_cta_of_a_resident_grid(
-    launch: tuple[EPConfig, int, int], made: Tuning, operation: str, pairs: bool
+    launch: tuple[EPConfig, int, int], made: Tuning, operation: str, pairs: bool, twins: bool
 ) -> None:
-    """The grid is resident together, and each half that runs has at least one CTA."""
+    """The grid is resident together, and each half that runs has at least one CTA, or twin."""
     cfg, tokens, max_ctas = launch
     sends, receives = not operation.endswith("_wait"), not operation.endswith("_async")
     for tuning in (built_in(cfg, max_ctas), made):
-        shape = tuning.shape(operation, tokens, max_ctas, pairs=pairs)
-        assert 1 <= shape.grid <= max_ctas
-        assert not pairs or shape.grid == 1 or shape.grid % 2 == 0
+        shape = tuning.shape(operation, tokens, max_ctas, pairs=pairs, whole_sms=twins, twins=twins)
+        assert 1 <= shape.ctas <= max_ctas and shape.ctas * (1 + shape.twins) == shape.grid
+        assert not pairs or shape.ctas == 1 or shape.ctas % 2 == 0
         if sends:
             assert 1 <= shape.send_ctas <= shape.grid
         if receives:

@@ -109,7 +109,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
 
     def connect(cfg: EPConfig, devices: list[str], *, sms: int | None, library: str | None) -> list[SimpleNamespace]:
         ctas = sms or TABLE_CTAS
-        made.extend(SimpleNamespace(cfg=cfg, tuning=None, max_ctas=ctas, closed=False) for _ in devices)
+        made.extend(
+            SimpleNamespace(
+                cfg=cfg, tuning=None, max_ctas=ctas, twins=False, most_slices=lambda tokens: 32, closed=False
+            )
+            for _ in devices
+        )
         for rank in made:
             rank.close = lambda rank=rank: setattr(rank, "closed", True)
         return made[-len(devices) :]

@@ -1,0 +1,66 @@
+"""Dispatch on few SMs, whose CTAs have twins, against the reference."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from cute_ep.api.config import EPConfig
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.launch import WIDE_THREADS
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR, RANK_MAJOR, RowOrder
+from cute_ep.testing.verify import RoundOptions, check_round
+from cute_ep.testing.workloads import make_inputs
+from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
+
+from .conftest import connected
+
+MOST = LAMPORT_TOKENS + 150
+ROUTINGS = ("uniform", "zipf", "one_expert", "masked", "one_rank", "repeated")
+COUNTS = ([MOST, MOST], [MOST, 0], [LAMPORT_TOKENS, MOST], [40, 3], [1, 2], [MOST - 7, 64])
+"""Tokens a rank: alike, of one rank alone, Lamport rows beside others, a few, too few for twins."""
+PAIR = ["cuda:0"] * 2
+
+
+def config(fmt: str, hidden: int = 2048, **options: object) -> EPConfig:
+    return EPConfig(hidden, 48, 6, MOST, 2, fmt, 20, **options)
+
+
+@pytest.mark.parametrize("order", [EXPERT_MAJOR, RANK_MAJOR])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_bytes_are_those_of_the_reference(fmt: str, order: RowOrder) -> None:
+    """Of every format and order, fused and split, from encoded rows and from those that are."""
+    with connected(config(fmt, row_order=order), PAIR, sms=7) as communicators:
+        cache, tuning = communicators[0]._cache, communicators[0].tuning
+        assert [cache.shape(tuning, "dispatch", tokens).threads == WIDE_THREADS for tokens in (MOST, 3)] == [
+            True,
+            False,
+        ]
+        for seed, (split, counts) in enumerate(product((False, True), COUNTS)):
+            inputs = make_inputs(communicators[0].cfg, counts, ROUTINGS[seed % len(ROUTINGS)], seed)
+            options = RoundOptions(split, prequantized=fmt != "bf16" and seed % 3 == 1, seed=seed)
+            check_round(communicators, inputs, options)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("options", [{"block_rows": 2432}, {"fused_shared_expert": True}], ids=["blocks", "shared"])
+def test_blocks_and_a_shared_expert(fmt: str, options: dict[str, object]) -> None:
+    with connected(config(fmt, **options), PAIR, sms=3) as communicators:
+        for seed, counts in enumerate(COUNTS):
+            check_round(communicators, make_inputs(communicators[0].cfg, counts, "zipf", seed), RoundOptions(seed=seed))
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("senders", "slices", "sms"), [(0, 1, 1), (0, 4, 2), (1 / 8, 2, 9), (1 / 2, 1, 1), (3 / 4, 4, 5)]
+)
+def test_launch_shapes_do_not_change_bytes(fmt: str, senders: float, slices: int, sms: int) -> None:
+    """Twins of one CTA may have unlike roles."""
+    entry = Entry(MANY, MANY, senders, slices, packed=True, split_from=1)
+    with connected(config(fmt), PAIR, sms=sms, tuning=Tuning((entry,), (entry,))) as communicators:
+        for seed, counts in enumerate(COUNTS):
+            check_round(
+                communicators, make_inputs(communicators[0].cfg, counts, "uniform", seed), RoundOptions(seed % 2)
+            )
