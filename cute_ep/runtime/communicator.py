@@ -89,6 +89,7 @@ class Communicator(Launching):
         super().__init__(parts, group)
         self.arena, self.max_ctas = arena, parts.max_ctas
         self._kernels, self._cache = parts.kernels, LaunchCache.of(parts)
+        self.twins, self.most_slices = self._cache.twins, self._cache.most_slices  # for `bench.tune`
         self._release = release
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
         first = parts.first_rank
@@ -105,15 +106,6 @@ class Communicator(Launching):
             self._repeats = Repeats(cfg, device, parts.kernels, self._status.reports)
         torch.cuda.synchronize(device)
         self.stream = take_stream(device)
-
-    @property
-    def twins(self) -> bool:
-        """Whether CTAs of dispatch may have twins (`Tuning.shape`)."""
-        return self._cache.twins
-
-    def most_slices(self, tokens: int) -> int:
-        """Slices that a row of so many tokens may have on its way home."""
-        return self._cache.most_slices(tokens)
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:
         self._check_usable()

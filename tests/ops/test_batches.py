@@ -148,7 +148,7 @@ def test_combine_returns_rows_in_the_slices_of_its_dispatch(make_rank: MakeRank,
         batches.append(cute_ep.ops.dispatch_into(x, ids, weights, comm, rank.allocate(8)))
     for batch in reversed(batches):
         cute_ep.ops.combine(torch.zeros(8, cfg.hidden).bfloat16(), batch)
-    sent = [launch.arguments["input.return_slices_log2"] for launch in launches.of("dispatch")]
+    sent = [launch.arguments["input.returns"] for launch in launches.of("dispatch")]
     returned = [launch.arguments["sums.return_slices_log2"] for launch in launches.of("combine")]
     assert returned == sent[::-1] and len(set(sent)) == 2
 

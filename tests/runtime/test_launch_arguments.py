@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from cute_ep.layouts.maps.parameters import numbers
 from cute_ep.layouts.maps.routing import OutputType, division_magic
 from cute_ep.layouts.maps.scales import ATOM, LINEAR, TRANSPOSED, scale_map
 from cute_ep.layouts.maps.variants import COMBINE_KERNELS, DISPATCH_OPERATIONS, NO_HOOKS, PIPED_KERNELS, Hooks
-from cute_ep.runtime import parts
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.parts import load_kernels
 from cute_ep.tuning.builtin import built_in
@@ -307,24 +305,6 @@ def test_quantised_rows_are_sent_by_the_kernels_of_bf16_which_only_move(
 def test_bf16_rows_need_no_second_kernel_that_only_moves() -> None:
     loaded = load_kernels(BF16, torch.device("cpu"), EveryVariant(), NO_HOOKS)
     assert set(loaded) == {*DISPATCH_OPERATIONS, *COMBINE_KERNELS, *PIPED_KERNELS}
-
-
-@pytest.mark.usefixtures("make_rank")
-@pytest.mark.parametrize("ring_bytes", [0, 200 << 10])
-def test_kernels_have_shared_memory_for_twins_and_pipelines(monkeypatch: pytest.MonkeyPatch, ring_bytes: int) -> None:
-    """Beyond what they were compiled for, where CTAs may take all of an SM's."""
-    made = []
-
-    def kernel(entry: SimpleNamespace, call: tuple, ring: int, *, twins: bool) -> SimpleNamespace:
-        made.append((entry.variant.kernel, ring, twins))
-        return SimpleNamespace(unload=None)
-
-    monkeypatch.setattr(parts, "Kernel", kernel)
-    load_kernels(CFG, torch.device("cpu"), EveryVariant(), NO_HOOKS, ring_bytes)
-    piped, few = set(PIPED_KERNELS), ring_bytes > 0
-    assert {name for name, ring, _ in made if ring} == (piped if few else set())
-    assert {ring for _, ring, _ in made} == {0, ring_bytes}
-    assert {name for name, _, twins in made if twins} == (set(DISPATCH_OPERATIONS) if few else set())
 
 
 def test_a_number_as_global_scale_becomes_a_tensor(rank: Communicator, launches: Launches) -> None:

@@ -15,13 +15,15 @@ from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, are_flagged, has_whole_se
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.launch import LEAST_STAGES, PIPED_THREADS, PIPELINES, RING_BYTES
 from cute_ep.layouts.maps.parameters import numbers
-from cute_ep.layouts.maps.variants import COMBINE_MODES, CombineMode
+from cute_ep.layouts.maps.variants import COMBINE_MODES, DISPATCH_OPERATIONS, NO_HOOKS, PIPED_KERNELS, CombineMode
+from cute_ep.runtime import parts
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.gpus import KEPT_BYTES, ring_bytes
 from cute_ep.runtime.launch_cache import PIPED_TOKENS, LaunchCache
+from cute_ep.runtime.parts import load_kernels
 from cute_ep.tuning.builtin import built_in
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
-from tests.fake_gpu import CFG, MAX_CTAS, Launch, Launches, MakeRank, expert_rows, inputs
+from tests.fake_gpu import CFG, MAX_CTAS, EveryVariant, Launch, Launches, MakeRank, expert_rows, inputs
 
 ONE_TUNING = Tuning(
     dispatch=(Entry(8, 40, 0.25, 8, packed=True), Entry(MANY, 10, 0, 1)),
@@ -299,3 +301,21 @@ def test_pipelines_are_told_what_other_kernels_of_their_mode_are(
     }
     assert len(arenas) == 1
     assert [one.arguments["grid.ring_bytes"] > 0 for one in sent] == [True, True, False, False]
+
+
+@pytest.mark.usefixtures("make_rank")
+@pytest.mark.parametrize("ring_bytes", [0, 200 << 10])
+def test_kernels_have_shared_memory_for_twins_and_pipelines(monkeypatch: pytest.MonkeyPatch, ring_bytes: int) -> None:
+    """Beyond what they were compiled for, where CTAs may take all of an SM's."""
+    made = []
+
+    def kernel(entry: SimpleNamespace, call: tuple, ring: int, *, twins: bool) -> SimpleNamespace:
+        made.append((entry.variant.kernel, ring, twins))
+        return SimpleNamespace(unload=None)
+
+    monkeypatch.setattr(parts, "Kernel", kernel)
+    load_kernels(CFG, torch.device("cpu"), EveryVariant(), NO_HOOKS, ring_bytes)
+    piped, few = set(PIPED_KERNELS), ring_bytes > 0
+    assert {name for name, ring, _ in made if ring} == (piped if few else set())
+    assert {ring for _, ring, _ in made} == {0, ring_bytes}
+    assert {name for name, _, twins in made if twins} == (set(DISPATCH_OPERATIONS) if few else set())
