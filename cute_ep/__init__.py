@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from cute_ep.reference.backend import ReferenceCommunicator
     from cute_ep.reference.decode import dequantize
     from cute_ep.runtime.communicator import Communicator
-    from cute_ep.runtime.connection import connect, connect_local
+    from cute_ep.runtime.connection import connect_local
     from cute_ep.runtime.local_ops import fused_silu, quantize
     from cute_ep.runtime.places import ranks_per_node
+    from cute_ep.runtime.process_connection import connect
     from cute_ep.tuning.launch_shape import Tuning
 
 __version__ = "0.2.0"
@@ -49,7 +50,7 @@ _MODULE_OF = {
     "SwigluRows": "api.row_tensors",
     "Tuning": "tuning.launch_shape",
     "VariantMissing": "api.errors",
-    "connect": "runtime.connection",
+    "connect": "runtime.process_connection",
     "connect_local": "runtime.connection",
     "dequantize": "reference.decode",
     "fused_silu": "runtime.local_ops",

@@ -36,6 +36,7 @@ from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.parts import RankParts, load_kernels
 from cute_ep.tuning.builtin import built_in
 from tests.compiled_launches import CONTEXT, CompiledLaunches
+from tests.connecting import replace_names
 from tests.plain_memory import PlainArena, PlainHostMemory
 
 ARCH = "sm_90a"
@@ -378,7 +379,7 @@ GPU, GPUS, SMS = "NVIDIA H200", 4, 132
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUS of SMS SMs each, on which a communicator is no more than its arguments."""
-    for name, fake in {
+    fakes = {
         "enable_all_peers": lambda devices: None,
         "load_kernels": lambda *args: {},
         "load_local_kernels": lambda devices, library: None,
@@ -387,8 +388,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "resident_ctas": driver.resident_ctas.__wrapped__,
         "has_clusters": lambda device: True,
         "Communicator": lambda parts, peers, **options: SimpleNamespace(**vars(parts), **options, free=None),
-    }.items():
-        monkeypatch.setattr(connection, name, fake)
+    }
+    replace_names(monkeypatch, fakes)
     properties = SimpleNamespace(multi_processor_count=SMS, shared_memory_per_block_optin=227 << 10)
     for name, fake in {
         "current_device": lambda: 0,

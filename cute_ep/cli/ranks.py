@@ -51,7 +51,7 @@ class OneRank(Ranks):
         self.devices = ["cuda" if torch.cuda.is_available() else "cpu"]
 
     def connect(self, cfg: EPConfig) -> Sequence:
-        from cute_ep.runtime.connection import connect
+        from cute_ep.runtime.process_connection import connect
 
         return [connect(cfg, library=self._library)]
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from cute_ep.api.config import LONGEST_S, EPConfig, in_words
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.runtime import connection
+from cute_ep.runtime import process_connection
 from cute_ep.runtime.counts import CountExchange, Counting, ReceiveCounts, counting_config
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.meeting import Meeting, group_timeout
@@ -172,7 +172,7 @@ class GroupPool(Pool):
         self._meeting = meeting
 
     def _connect(self, cfg: EPConfig, check: Callable[[], None], **options: Any) -> tuple[EPCommunicator, ...]:
-        return (connection.connect_checked(check, cfg, self.group, **options),)
+        return (process_connection.connect_checked(check, cfg, self.group, **options),)
 
     def _agree(self, needed: dict[Hashable, bool]) -> list[dict[Hashable, bool]]:
         return gather(self.group, needed)

@@ -1,7 +1,10 @@
-"""What one rank on a GPU is made of before it knows its peers: kernels by name, an arena, launch options."""
+"""What one rank on a GPU is made of before it knows its peers: its share of the device, kernels by name, an arena,
+launch options."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,8 +13,10 @@ import torch
 
 from cute_ep.aot.library import Library
 from cute_ep.api.config import EPConfig
+from cute_ep.api.provenance import Origin
 from cute_ep.layouts.maps.arguments import COMBINE_CALL, DISPATCH_CALL
 from cute_ep.layouts.maps.formats import BF16
+from cute_ep.layouts.maps.launch import CTAS_PER_SM, FREE_SMS
 from cute_ep.layouts.maps.variants import (
     COMBINE_KERNELS,
     DISPATCH_OPERATIONS,
@@ -20,8 +25,20 @@ from cute_ep.layouts.maps.variants import (
     SEND_KERNELS,
     Hooks,
 )
-from cute_ep.runtime.driver import Allocation, DeviceMemory, Kernel, PlainAllocation, architecture, on_device
+from cute_ep.runtime.driver import (
+    Allocation,
+    DeviceMemory,
+    Kernel,
+    PlainAllocation,
+    architecture,
+    has_clusters,
+    on_device,
+    resident_ctas,
+)
+from cute_ep.runtime.gpus import FEW_FREE_SMS, ring_bytes, sm_budget
 from cute_ep.tuning.launch_shape import Tuning
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -103,3 +120,56 @@ def unload_kernels(kernels: Mapping[str, Kernel], device: torch.device) -> None:
     with on_device(device):
         for kernel in kernels.values():
             kernel.unload()
+
+
+# ---- of a device
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of its device: CTAs at most, launch shapes for as many, shared memory beyond what kernels were
+    compiled for (`ring_bytes`), how many ranks are there, and what makes the allocation of its arena."""
+
+    max_ctas: int
+    tuning: Tuning
+    ring: int
+    ranks: int = 1
+    take: Callable[[int], Allocation] = PlainAllocation
+
+
+def share_of(device: torch.device, ctas: int, find: Callable[..., Tuning], *, ranks: int = 1) -> Share:
+    """What each of `ranks` ranks has of its device, with at most `ctas` CTAs a launch. find: as `find_tuning`, called
+    with the CTAs and `twins`."""
+    ring = ring_bytes(device, ctas, ranks)
+    return Share(ctas, find(ctas, twins=ring > 0), ring, ranks)
+
+
+def max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:
+    """CTAs of one rank at most; those of all ranks on a device are sure to be resident together.
+
+    The hardware puts CTAs on idle SMs first, so up to as many as there are SMs have one each. An SM that holds a CTA
+    takes those of another kernel only if its split of shared memory and L1 fits them (H200, 2026-11-23: beside a
+    spinning dispatch_wait, kernels with 16 KB of shared memory do not start, `dispatch_async` among them). So ranks
+    that share a device leave SMs without any, or they would keep out what a peer has to run before it can answer.
+    """
+    budget = sm_budget(device, sms)
+    everything = resident_ctas(device.index)
+    have = everything // CTAS_PER_SM
+    if ranks_on_device > 1:
+        return max(1, min(budget, (have - FREE_SMS) // ranks_on_device))
+    return everything if budget == have else budget
+
+
+def prepare_rank(who: Origin, share: Share, library: Library, undo: ExitStack, *, first_rank: int = 0) -> RankParts:
+    """What one rank needs before it knows its peers, to be given back by `undo`. `first_rank`: of its node."""
+    cfg, rank, device, hooks = who
+    started = time.monotonic()
+    kernels = load_kernels(cfg, device, library, hooks, share.ring)
+    undo.callback(unload_kernels, kernels, device)
+    LOG.debug("kernels of %s loaded on %s in %.2f s", cfg.dispatch_format, device, time.monotonic() - started)
+    arena = make_arena(cfg, rank, device, share.take)
+    undo.callback(arena.free)
+    free = resident_ctas(device.index) // CTAS_PER_SM - share.max_ctas
+    pairs = 0 < free <= FEW_FREE_SMS and has_clusters(device)
+    launches = share.max_ctas, share.tuning, share.ranks > 1
+    return RankParts(cfg, rank, device, arena, kernels, hooks, *launches, pairs, free >= 0, share.ring, first_rank)

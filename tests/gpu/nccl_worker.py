@@ -22,9 +22,9 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPTimeout
 from cute_ep.runtime.communicator import Communicator
-from cute_ep.runtime.connection import connect
 from cute_ep.runtime.gpus import FEW_FREE_SMS, sm_budget, sms_beside_nccl
 from cute_ep.runtime.launch_cache import LaunchCache
+from cute_ep.runtime.process_connection import connect
 
 from .conftest import LIBRARY
 

@@ -21,7 +21,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPTimeout
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.runtime.connection import connect
+from cute_ep.runtime.process_connection import connect
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.verify import check_dispatched, expert_rows, poison, poisoned_buffers
 from cute_ep.testing.workloads import ROUTINGS, make_inputs

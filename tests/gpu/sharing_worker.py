@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError, EPTimeout
 from cute_ep.runtime import trial
-from cute_ep.runtime.connection import connect
+from cute_ep.runtime.process_connection import connect
 from cute_ep.runtime.symmetric import Kind
 from tests.sharing import needed, share_gpu
 

@@ -14,7 +14,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.integrations.deep_ep import Buffer
 from cute_ep.reference.processes import connect_processes
-from cute_ep.runtime import connection, group_pool
+from cute_ep.runtime import group_pool, process_connection
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.connection import connect_local
 from cute_ep.testing.workloads import RankInputs
@@ -81,7 +81,7 @@ def on_groups(
     CUDA_MODULE_LOADING=EAGER, since CUDA may load a kernel only once the GPU is idle, and it never is while a rank
     waits for another one, and CUDA_DEVICE_MAX_CONNECTIONS=32, since launches of two streams with one queue wait for
     each other."""
-    monkeypatch.setattr(connection, "connect_checked", connect if device.type == "cpu" else connect_on_gpu)
+    monkeypatch.setattr(process_connection, "connect_checked", connect if device.type == "cpu" else connect_on_gpu)
     monkeypatch.setattr(group_pool, "gather", lambda group, one: group.on_all_ranks(lambda: one, lambda made: made)[1])
     monkeypatch.setattr(group_pool, "count_ranks", lambda group, call: ranks_per_node or group.size())
     barrier, given = threading.Barrier(ranks, timeout=30), [None] * ranks

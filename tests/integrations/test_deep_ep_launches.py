@@ -12,7 +12,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from cute_ep.layouts.maps.routing import Phase
-from cute_ep.runtime import connection, group_pool
+from cute_ep.runtime import group_pool, process_connection
 from cute_ep.runtime.communicator import Communicator
 from tests.fake_gpu import Launches, MakeRank, report
 
@@ -38,7 +38,7 @@ def group(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank, connected: Conne
         connected.append((cfg, sms))
         return make_rank(cfg)
 
-    monkeypatch.setattr(connection, "connect_checked", connect)
+    monkeypatch.setattr(process_connection, "connect_checked", connect)
     monkeypatch.setattr(group_pool, "count_ranks", lambda group, call: group.size())
     monkeypatch.setattr(torch, "empty", torch.zeros)
     return SimpleNamespace(rank=lambda: 0, size=lambda: 2)

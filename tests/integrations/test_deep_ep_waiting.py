@@ -16,7 +16,7 @@ from cute_ep.api.errors import EPTimeout
 from cute_ep.integrations.common import pools
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from cute_ep.layouts.maps.routing import Phase
-from cute_ep.runtime import connection, group_pool, host_words
+from cute_ep.runtime import group_pool, host_words, process_connection
 from cute_ep.runtime.group_pool import GroupPool
 from tests.emulated_counts import Stream, arrive
 from tests.fake_gpu import Launches, MakeRank, report
@@ -59,7 +59,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, launches: Launches, telling: Stream) 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank) -> Any:
     """That of rank 0 of two."""
-    monkeypatch.setattr(connection, "connect_checked", lambda check, cfg, group, sms: make_rank(cfg))
+    monkeypatch.setattr(process_connection, "connect_checked", lambda check, cfg, group, sms: make_rank(cfg))
     monkeypatch.setattr(group_pool, "count_ranks", lambda group, call: group.size())
     monkeypatch.setattr(group_pool, "gather", lambda group, one: [one])
     return SimpleNamespace(rank=lambda: 0, size=lambda: 2)

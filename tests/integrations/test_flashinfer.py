@@ -13,7 +13,7 @@ import torch
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.integrations.common import pools
-from cute_ep.runtime import connection
+from cute_ep.runtime import process_connection
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import ROUTINGS, RankInputs
 
@@ -205,7 +205,7 @@ def test_objects_of_a_group_share_communicators(monkeypatch: Patch, library: Any
             made.append((cfg.timeout_s, sms, connect(check, cfg, group)))
             return made[-1][2]
 
-        monkeypatch.setattr(connection, "connect_checked", counted)
+        monkeypatch.setattr(process_connection, "connect_checked", counted)
         second = library.create_communication(first.bootstrap, first.params, config)
         third = library.create_communication(first.bootstrap, first.params, config)
         own = given[first.ep_rank]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.runtime import connection
+from cute_ep.runtime import process_connection
 from cute_ep.runtime.communicator import Communicator
 from tests.fake_gpu import Launches, MakeRank
 from tests.processes import WITHOUT_GPU, run_page, run_ranks
@@ -46,7 +46,7 @@ def test_nothing_waits_on_the_host(
         made.append(make_rank(cfg))
         return made[-1]
 
-    monkeypatch.setattr(connection, "connect_checked", connect)
+    monkeypatch.setattr(process_connection, "connect_checked", connect)
     monkeypatch.setattr(torch, "empty", torch.zeros)  # kernels write nothing
     group: Any = ThreadGroup(0, 2, threading.Barrier(1), [])
     ids, weights = torch.rand(TOKENS, 8).topk(4).indices, torch.rand(TOKENS, 4)

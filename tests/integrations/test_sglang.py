@@ -19,7 +19,7 @@ import torch
 
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.integrations.common import pools
-from cute_ep.runtime import connection
+from cute_ep.runtime import process_connection
 from tests.integrations.groups import ThreadGroup, connect
 from tests.integrations.test_version import import_beside
 from tests.integrations.upstream import differences, installed
@@ -53,7 +53,7 @@ class Lone:
         self, monkeypatch: pytest.MonkeyPatch, *, tokens: int = 8, ranks: int = 1, packed: bool = False
     ) -> None:
         self.module = importlib.import_module(f"{ADAPTER}.dispatcher")
-        monkeypatch.setattr(connection, "connect_checked", connect)
+        monkeypatch.setattr(process_connection, "connect_checked", connect)
         monkeypatch.setattr(pools.SHARED, "_pools", {})
         self.group = ThreadGroup(0, 1, threading.Barrier(1), [None])
         names = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "SGLANG_DEEPEP_V2_NUM_SMS"

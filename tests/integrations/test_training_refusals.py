@@ -12,7 +12,7 @@ import torch
 
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.integrations.common import pools
-from cute_ep.runtime import connection
+from cute_ep.runtime import process_connection
 from cute_ep.runtime.group_pool import GroupPool
 
 from .groups import ThreadGroup, on_groups
@@ -272,7 +272,7 @@ def test_transformers_plan(monkeypatch: Patch) -> None:
     alone = SimpleNamespace(size=lambda: 1, get_group=lambda: None)
     monkeypatch.setattr("transformers.distributed.expert_parallel.get_process_group_ranks", lambda group: [])
     monkeypatch.setattr(expert_parallel.pools, "pool_of", GroupPool)
-    monkeypatch.setattr(connection, "connect_checked", None)
+    monkeypatch.setattr(process_connection, "connect_checked", None)
     one: Any = expert_parallel.CuteEP(experts, mesh, alone)
     check(one, routed(), ROUTED)
     wide = {**routed(), "hidden_states": torch.zeros(4, 36)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.runtime import connection, group_pool
+from cute_ep.runtime import group_pool, process_connection
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.counts import ReceiveCounts
 from cute_ep.runtime.group_pool import GroupPool
@@ -39,7 +39,7 @@ def connected(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank) -> Iterator[
 
     with installed("vllm", "cute_ep.integrations.vllm") as stubs:
         import_adapter(stubs, monkeypatch)
-        monkeypatch.setattr(connection, "connect_checked", connect)
+        monkeypatch.setattr(process_connection, "connect_checked", connect)
         monkeypatch.setattr(group_pool, "count_ranks", lambda group, call: group.size())
         monkeypatch.setattr(torch, "empty", torch.zeros)
         yield made

@@ -16,7 +16,7 @@ from cute_ep import EPCommunicator, EPConfig, connect_local
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.nn import MoELayer, connect, connections, disconnect
 from cute_ep.reference.backend import ReferenceCommunicator
-from cute_ep.runtime import connection
+from cute_ep.runtime import process_connection
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
 
 from .layers import INNER, config
@@ -175,7 +175,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
         calls.append((None if group is DEFAULT else group, options))
         return connect_local(cfg, ["cpu"] * cfg.world_size)[0]
 
-    monkeypatch.setattr(connection, "connect_checked", connect_rank)
+    monkeypatch.setattr(process_connection, "connect_checked", connect_rank)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed.distributed_c10d._world, "default_pg", DEFAULT)
     monkeypatch.setattr(connections, "_is_registered", lambda group: group in (None, A, B))  # None is the default group

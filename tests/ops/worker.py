@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import cute_ep.ops
 from cute_ep.ops.registry import communicator_of
-from cute_ep.runtime.connection import connect
+from cute_ep.runtime.process_connection import connect
 from cute_ep.testing.compare import assert_bits
 from tests.ops.layer import check, given, gradients, layer
 from tests.ops.patterns import PATTERNS, run

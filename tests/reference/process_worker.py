@@ -17,8 +17,8 @@ import torch.distributed as dist
 from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPTimeout
-from cute_ep.runtime.connection import connect
 from cute_ep.runtime.places import ranks_per_node
+from cute_ep.runtime.process_connection import connect
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.verify import check_dispatched, expert_rows, poison, poisoned_buffers
 from cute_ep.testing.workloads import make_inputs

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cute_ep.runtime import connection, meeting
+from cute_ep.runtime import meeting, process_connection
 
 RANKS = 3
 
@@ -36,7 +36,7 @@ def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object], r
         group=SimpleNamespace(WORLD=SimpleNamespace(group_name="0")),
         is_initialized=lambda: True,
     )
-    monkeypatch.setattr(connection, "dist", dist)
+    monkeypatch.setattr(process_connection, "dist", dist)
     monkeypatch.setattr(meeting, "dist", dist)
     store = torch.distributed.HashStore()
     monkeypatch.setattr(meeting, "PATIENCE_S", 30.0)  # to meet

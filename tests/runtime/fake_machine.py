@@ -13,9 +13,10 @@ import pytest
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
-from cute_ep.runtime import connection
+from cute_ep.runtime import process_connection
 from cute_ep.runtime.parts import RankParts
 from cute_ep.runtime.places import Place
+from tests.connecting import replace_names
 from tests.fake_driver import FakeDriver, cuda
 
 from .as_threads import RANKS
@@ -30,7 +31,7 @@ TRIALS = 1
 
 def dist_rank() -> int:
     """The rank that this thread or process stands for."""
-    return connection.dist.get_rank(None)
+    return process_connection.dist.get_rank(None)
 
 
 class Machine(FakeDriver):
@@ -51,12 +52,11 @@ class Machine(FakeDriver):
             "Communicator": lambda parts, peers, release, **options: self.communicator(parts, peers, release),
             "Library": lambda folder: None,
             "load_local_kernels": lambda devices, library: None,
-            "_max_ctas": lambda device, sms, ranks: 8,
+            "max_ctas": lambda device, sms, ranks: 8,
             "resident_ctas": lambda device: 8,
             "ring_bytes": lambda device, ctas, ranks: 0,
         }
-        for name, fake in fakes.items():
-            monkeypatch.setattr(connection, name, fake)
+        replace_names(monkeypatch, fakes)
         monkeypatch.setattr(
             Place, "of", lambda cfg, device: replace(self.places[dist_rank()], **({} if device else NO_GPU))
         )
@@ -67,7 +67,7 @@ class Machine(FakeDriver):
             "get_device_name": str,
             "synchronize": self.synchronize,
         }.items():
-            monkeypatch.setattr(connection.torch.cuda, name, fake)
+            monkeypatch.setattr(process_connection.torch.cuda, name, fake)
 
     @property
     def held(self) -> tuple[int, int, int]:

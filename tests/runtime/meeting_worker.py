@@ -26,8 +26,8 @@ from cute_ep.api.errors import EPConfigError, EPError, EPTimeout
 from cute_ep.integrations.common.pools import communicator_for
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from cute_ep.reference import processes
-from cute_ep.runtime.connection import connect
 from cute_ep.runtime.group_pool import SAME, GroupPool
+from cute_ep.runtime.process_connection import connect
 from cute_ep.torch_internals import default_store
 from tests.processes import join_group
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from cute_ep.api.errors import EPError
 from cute_ep.runtime import symmetric, trial
-from cute_ep.runtime.connection import connect
+from cute_ep.runtime.process_connection import connect
 from cute_ep.runtime.symmetric import Kind
 from tests.processes import join_group
 

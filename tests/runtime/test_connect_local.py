@@ -14,6 +14,7 @@ from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.runtime import connection
 from cute_ep.runtime.parts import RankParts
 from cute_ep.tuning.builtin import built_in
+from tests.connecting import replace_names
 from tests.fake_gpu import HOOKS
 
 PLAIN = SimpleNamespace(address=0, free=None)
@@ -80,7 +81,7 @@ def test_the_reference_backend_takes_options_of_a_gpu(tmp_path: Path) -> None:
 def test_cuda_without_a_number_is_the_current_device(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection.torch.cuda, "current_device", lambda: 2)
     made: list[str] = []
-    monkeypatch.setattr(connection, "make_arena", lambda cfg, rank, device, take: made.append(str(device)) or PLAIN)
+    replace_names(monkeypatch, {"make_arena": lambda cfg, rank, device, take: made.append(str(device)) or PLAIN})
     connection.connect_local(EPConfig(128, 8, 2, 16, 2), ["cuda", "cuda:1"])
     assert made == ["cuda:2", "cuda:1"]
 
@@ -115,13 +116,13 @@ def test_ranks_that_share_a_gpu_share_its_ctas_and_leave_sms_free(
 
 
 def test_a_gpu_without_clusters_has_no_pairs(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "has_clusters", lambda device: False)
+    replace_names(monkeypatch, {"has_clusters": lambda device: False})
     ranks = connection.connect_local(EPConfig(128, 8, 2, 16, 4), [f"cuda:{index}" for index in range(4)], sms=124)
     assert [rank.pairs for rank in ranks] == [False] * 4
 
 
 def test_a_rank_has_at_least_one_cta(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "resident_ctas", lambda device: 3)
+    replace_names(monkeypatch, {"resident_ctas": lambda device: 3})
     ranks = connection.connect_local(EPConfig(128, 8, 2, 16, 4), ["cuda:0"] * 4)
     assert [rank.max_ctas for rank in ranks] == [1] * 4
 
@@ -131,8 +132,8 @@ def test_local_kernels_are_loaded_once_per_gpu_before_a_rank_is_made(
 ) -> None:
     """However many ranks share it."""
     done: list[object] = []
-    monkeypatch.setattr(connection, "load_local_kernels", lambda devices, library: done.append(list(devices)))
-    monkeypatch.setattr(connection, "Communicator", lambda *args, **options: done.append("rank") or PLAIN)
+    replace_names(monkeypatch, {"load_local_kernels": lambda devices, library: done.append(list(devices))})
+    replace_names(monkeypatch, {"Communicator": lambda *args, **options: done.append("rank") or PLAIN})
     connection.connect_local(EPConfig(128, 8, 2, 16, 4), ["cuda:1", "cuda:0", "cuda:1", "cuda:1"])
     assert done == [[1, 0], *["rank"] * 4]
 
@@ -151,9 +152,9 @@ def test_memory_is_freed_with_the_last_rank(gpus: None, monkeypatch: pytest.Monk
     def rank(parts: RankParts, *args: object, release: Callable, **options: object) -> SimpleNamespace:
         return make("rank", parts.rank, failed=parts.rank == failed, release=release)
 
-    monkeypatch.setattr(connection, "make_arena", lambda cfg, rank, device, take: make("arena", rank))
-    monkeypatch.setattr(connection, "Communicator", rank)
-    monkeypatch.setattr(connection, "unload_kernels", lambda kernels, device: done.append(f"kernels {device.index}"))
+    replace_names(monkeypatch, {"make_arena": lambda cfg, rank, device, take: make("arena", rank)})
+    replace_names(monkeypatch, {"Communicator": rank})
+    replace_names(monkeypatch, {"unload_kernels": lambda kernels, device: done.append(f"kernels {device.index}")})
     monkeypatch.setattr(connection.torch.cuda, "synchronize", lambda device: done.append(f"wait {device.index}"))
     ranks = connection.connect_local(EPConfig(128, 8, 2, 16, 4), [f"cuda:{index}" for index in range(4)])
     for index in (1, 3, 0):
@@ -177,9 +178,9 @@ def test_what_was_made_is_freed_in_reverse_order_when_connecting_fails(
             raise EPError("CUDA driver: CUDA_ERROR_OUT_OF_MEMORY")
         return SimpleNamespace(address=4096 * rank, free=lambda: freed.append(f"{what} {rank}"))
 
-    monkeypatch.setattr(connection, "make_arena", lambda cfg, rank, device, take: make("arena", rank))
-    monkeypatch.setattr(connection, "Communicator", lambda parts, *args, **options: make("rank", parts.rank))
-    monkeypatch.setattr(connection, "unload_kernels", lambda kernels, device: freed.append(f"kernels {device.index}"))
+    replace_names(monkeypatch, {"make_arena": lambda cfg, rank, device, take: make("arena", rank)})
+    replace_names(monkeypatch, {"Communicator": lambda parts, *args, **options: make("rank", parts.rank)})
+    replace_names(monkeypatch, {"unload_kernels": lambda kernels, device: freed.append(f"kernels {device.index}")})
     with pytest.raises(EPError, match="OUT_OF_MEMORY"):
         connection.connect_local(EPConfig(128, 8, 2, 16, 4), [f"cuda:{rank}" for rank in range(4)])
     parts = [f"{what} {rank}" for rank in (3, 2, 1, 0) for what in ("arena", "kernels")]

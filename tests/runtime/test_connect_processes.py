@@ -12,7 +12,7 @@ import pytest
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
-from cute_ep.runtime import connection, gpus, trial
+from cute_ep.runtime import gpus, process_connection, trial
 from cute_ep.runtime.places import Place
 from cute_ep.runtime.rails import transport
 from cute_ep.runtime.symmetric import Kind
@@ -44,7 +44,7 @@ def test_all_ranks_give_back_what_they_made_when_one_cannot_connect(
     monkeypatch: pytest.MonkeyPatch, kind: Kind, what: str, why: str
 ) -> None:
     machine = Machine(monkeypatch, (what, 1))
-    got = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    got = collective(monkeypatch, lambda rank: process_connection.connect(CFG))
     assert str(got[1]) == why and all(isinstance(one, EPError) for one in got)
     assert str(got[0]) == f"rank 1 could not connect: EPError: {why}" and machine.held == NOTHING
 
@@ -60,7 +60,7 @@ def test_nothing_is_loaded_before_all_ranks_have_come(monkeypatch: pytest.Monkey
     def connect(rank: int) -> Any:
         time.sleep(0.1 * rank)
         came.add(rank)
-        return connection.connect(CFG)
+        return process_connection.connect(CFG)
 
     collective(monkeypatch, connect)
     assert loads == [True] * len(loads) and len(loads) >= RANKS
@@ -69,7 +69,7 @@ def test_nothing_is_loaded_before_all_ranks_have_come(monkeypatch: pytest.Monkey
 def test_every_rank_maps_what_the_others_allocated(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
     """By their handles; each knows its own arena by its address."""
     machine = Machine(monkeypatch)
-    ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    ranks: list[Any] = collective(monkeypatch, lambda rank: process_connection.connect(CFG))
     begins = [CFG.arena.begin(rank) for rank in range(RANKS)]
     arenas = [one.parts.arena.address - begin for one, begin in zip(ranks, begins, strict=True)]
     assert sorted(arenas) == sorted(machine.memory)
@@ -81,14 +81,14 @@ def test_every_rank_maps_what_the_others_allocated(monkeypatch: pytest.MonkeyPat
 
 def test_ranks_that_close_give_back_all_that_they_held(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
     machine = Machine(monkeypatch)
-    ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    ranks: list[Any] = collective(monkeypatch, lambda rank: process_connection.connect(CFG))
     assert machine.held == (2 * RANKS, RANKS, RANKS * (RANKS - 1))
     assert collective(monkeypatch, lambda rank: ranks[rank].close()) == [None] * RANKS and machine.held == NOTHING
 
 
 def test_ranks_whose_waits_timed_out_give_it_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
-    ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    ranks: list[Any] = collective(monkeypatch, lambda rank: process_connection.connect(CFG))
     for one in ranks[1:]:
         one.failed = True
     assert collective(monkeypatch, lambda rank: ranks[rank].close()) == [None] * RANKS and machine.held == NOTHING
@@ -97,7 +97,7 @@ def test_ranks_whose_waits_timed_out_give_it_back_too(monkeypatch: pytest.Monkey
 def test_when_a_device_has_failed_all_ranks_keep_their_memory(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
     """Only the rank of that device has the error."""
     machine = Machine(monkeypatch)
-    ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    ranks: list[Any] = collective(monkeypatch, lambda rank: process_connection.connect(CFG))
     machine.broken = {("synchronize", 2)}
     held = machine.held
     got = collective(monkeypatch, lambda rank: ranks[rank].close())
@@ -110,19 +110,21 @@ def test_when_a_device_has_failed_all_ranks_keep_their_memory(monkeypatch: pytes
 def test_a_process_without_a_group_is_told_how_to_make_one() -> None:
     rule = r"group = None: must be initialised, call torch.distributed.init_process_group first \(without GPUs: "
     with pytest.raises(EPConfigError, match=rule + r'connect_local\(cfg, \["cpu"\] \* 3\)\)'):
-        connection.connect(CFG)
+        process_connection.connect(CFG)
 
 
 def test_a_rank_with_another_number_of_ranks_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch)
-    got = collective(monkeypatch, lambda rank: connection.connect(replace(CFG, world_size=2) if rank == 2 else CFG))
+    got = collective(
+        monkeypatch, lambda rank: process_connection.connect(replace(CFG, world_size=2) if rank == 2 else CFG)
+    )
     assert str(got[2]) == "world_size = 2: the process group has 3 ranks"
     assert [str(one) for one in got[:2]] == [f"rank 2 could not connect: EPConfigError: {got[2]}"] * 2
 
 
 def test_all_ranks_have_a_gpu_or_none_has(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch, ("gpu", 1))
-    got = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    got = collective(monkeypatch, lambda rank: process_connection.connect(CFG))
     for rank, other in enumerate((0, 0, 2)):
         assert isinstance(got[rank], EPConfigError)
         assert str(got[rank]) == f"rank 1 has no CUDA GPU, but rank {other} has: must be all ranks or none"
@@ -149,9 +151,11 @@ class Rail:
 def nodes_of(monkeypatch: pytest.MonkeyPatch, *broken: tuple[str, int]) -> Machine:
     machine = Machine(monkeypatch, *broken)
     monkeypatch.setattr(transport.NcclLibrary, "loaded", lambda: None)
-    monkeypatch.setattr(connection, "sms_over_nodes", lambda device, sms: 8)
-    monkeypatch.setattr(connection, "join_rail", lambda cfg, node, library, meeting: Rail(machine, cfg))
-    monkeypatch.setattr(connection, "NodesCommunicator", lambda node, mail, status, release: Joined(node, release))
+    monkeypatch.setattr(process_connection, "sms_over_nodes", lambda device, sms: 8)
+    monkeypatch.setattr(process_connection, "join_rail", lambda cfg, node, library, meeting: Rail(machine, cfg))
+    monkeypatch.setattr(
+        process_connection, "NodesCommunicator", lambda node, mail, status, release: Joined(node, release)
+    )
     return machine
 
 
@@ -164,7 +168,7 @@ class Joined(SimpleNamespace):
 
 def test_ranks_of_a_node_map_each_other_only_and_give_all_back(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = nodes_of(monkeypatch)
-    ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(NODES))
+    ranks: list[Any] = collective(monkeypatch, lambda rank: process_connection.connect(NODES))
     assert machine.held == (3 * RANKS, RANKS, 0)
     for rank, one in enumerate(ranks):
         parts = one.node.parts
@@ -178,9 +182,9 @@ def test_a_device_that_has_failed_leaves_its_rail_alone(monkeypatch: pytest.Monk
     machine = nodes_of(monkeypatch)
     left: list[Rail] = []
     monkeypatch.setattr(
-        connection, "join_rail", lambda cfg, node, library, meeting: left.append(Rail(machine, cfg)) or left[-1]
+        process_connection, "join_rail", lambda cfg, node, library, meeting: left.append(Rail(machine, cfg)) or left[-1]
     )
-    ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(NODES))
+    ranks: list[Any] = collective(monkeypatch, lambda rank: process_connection.connect(NODES))
     machine.broken = {("synchronize", 2)}
     got = collective(monkeypatch, lambda rank: ranks[rank].close())
     assert got[:2] == [None, None] and "illegal memory access" in str(got[2])
@@ -191,17 +195,17 @@ def test_connect_warns_where_mail_takes_sockets(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes_of(monkeypatch)
-    monkeypatch.setattr(connection, "slow_network", lambda: "TCP sockets")
+    monkeypatch.setattr(process_connection, "slow_network", lambda: "TCP sockets")
     monkeypatch.setattr(Place, "of", lambda cfg, device: Place(cfg, f"machine {dist_rank()}", f"GPU-{dist_rank()}"))
-    ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(NODES))
+    ranks: list[Any] = collective(monkeypatch, lambda rank: process_connection.connect(NODES))
     assert sorted(caplog.messages) == [f"rank {rank}: TCP sockets" for rank in range(RANKS)]
     assert collective(monkeypatch, lambda rank: ranks[rank].close()) == [None] * RANKS
 
 
 def test_options_that_nodes_do_not_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes_of(monkeypatch)
-    hooks = connection.Hooks("a:epilogue")
-    for error in collective(monkeypatch, lambda rank: connection.connect(NODES, hooks=hooks)):
+    hooks = process_connection.Hooks("a:epilogue")
+    for error in collective(monkeypatch, lambda rank: process_connection.connect(NODES, hooks=hooks)):
         assert "must be Hooks() over 3 nodes" in str(error)
     have = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(gpus.torch.cuda, "get_device_properties", lambda device: have)
@@ -218,7 +222,7 @@ def test_all_give_back_what_they_made_when_a_rail_is_not_joined(monkeypatch: pyt
     def join_rail(cfg: EPConfig, node: object, library: object, meeting: Any) -> None:
         meeting.on_all_ranks(lambda: 1 / (dist_rank() - 1), doing="connect the nodes by NCCL")
 
-    monkeypatch.setattr(connection, "join_rail", join_rail)
-    got = collective(monkeypatch, lambda rank: connection.connect(NODES))
+    monkeypatch.setattr(process_connection, "join_rail", join_rail)
+    got = collective(monkeypatch, lambda rank: process_connection.connect(NODES))
     assert isinstance(got[1], ZeroDivisionError) and machine.held == NOTHING
     assert str(got[0]) == "rank 1 could not connect: ZeroDivisionError: division by zero"

@@ -14,7 +14,7 @@ import torch
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.layouts.maps.mail import PARITIES, Channel
-from cute_ep.runtime import connection, join_shmem
+from cute_ep.runtime import join_shmem, process_connection
 from cute_ep.runtime.mail import MailParts
 from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.rails import shmem, transport
@@ -213,14 +213,14 @@ def test_processes_of_which_only_some_have_begun_are_refused(monkeypatch: pytest
 @pytest.mark.parametrize("where", ["gpu", "cpu"])
 def test_another_transport_is_refused(monkeypatch: pytest.MonkeyPatch, given: Any, where: str) -> None:
     nodes_of(monkeypatch, *[("gpu", rank) for rank in range(RANKS) if where == "cpu"])
-    for error in collective(monkeypatch, lambda rank: connection.connect(NODES, transport=given)):
+    for error in collective(monkeypatch, lambda rank: process_connection.connect(NODES, transport=given)):
         assert isinstance(error, EPConfigError)
         assert str(error) == f"transport = {given!r}: must be None or one of 'nccl', 'nvshmem'"
 
 
 def test_one_node_has_no_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes_of(monkeypatch)
-    for error in collective(monkeypatch, lambda rank: connection.connect(CFG, transport="nccl")):
+    for error in collective(monkeypatch, lambda rank: process_connection.connect(CFG, transport="nccl")):
         assert str(error).startswith("transport = 'nccl': must be None on one node")
 
 
@@ -229,7 +229,7 @@ def test_ranks_take_the_same_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport.ShmemLibrary, "load", lambda: None)
     given = (None, "nccl", "nvshmem")
     rule = "transport = 'nccl' on rank 0, 'nvshmem' on rank 2: must be the same on all ranks"
-    for error in collective(monkeypatch, lambda rank: connection.connect(NODES, transport=given[rank])):
+    for error in collective(monkeypatch, lambda rank: process_connection.connect(NODES, transport=given[rank])):
         assert str(error) == rule
 
 
@@ -239,14 +239,14 @@ def test_a_transport_has_its_own_library_and_rail(monkeypatch: pytest.MonkeyPatc
     joined, loaded = [], []
     monkeypatch.setattr(transport.NcclLibrary, "loaded", lambda: 1 / 0)
     monkeypatch.setattr(transport.ShmemLibrary, "load", lambda: loaded.append(1))
-    monkeypatch.setattr(connection, "join_shmem", lambda cfg, *given: joined.append(cfg) or Rail(machine, cfg))
-    collective(monkeypatch, lambda rank: connection.connect(NODES, transport="nvshmem"))
+    monkeypatch.setattr(process_connection, "join_shmem", lambda cfg, *given: joined.append(cfg) or Rail(machine, cfg))
+    collective(monkeypatch, lambda rank: process_connection.connect(NODES, transport="nvshmem"))
     assert joined == [NODES] * RANKS and len(loaded) == RANKS
 
 
 def test_cpu_ranks_have_no_use_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes_of(monkeypatch, *[("gpu", rank) for rank in range(RANKS)])
-    monkeypatch.setattr(connection, "connect_processes", lambda cfg, rank, on_all_ranks: rank)
+    monkeypatch.setattr(process_connection, "connect_processes", lambda cfg, rank, on_all_ranks: rank)
     monkeypatch.setattr(transport.ShmemLibrary, "load", lambda: 1 / 0)
-    got = collective(monkeypatch, lambda rank: connection.connect(NODES, transport="nvshmem"))
+    got = collective(monkeypatch, lambda rank: process_connection.connect(NODES, transport="nvshmem"))
     assert got == list(range(RANKS))

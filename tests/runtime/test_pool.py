@@ -15,7 +15,7 @@ import torch
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.reference.backend import connect_reference
-from cute_ep.runtime import connection, group_pool
+from cute_ep.runtime import group_pool, process_connection
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.group_pool import GroupPool, Pools, timeout_of
 from cute_ep.runtime.local_pool import LocalPool
@@ -79,7 +79,7 @@ def opened(monkeypatch: Patch) -> list[tuple[EPConfig, dict[str, Any]]]:
         calls.append((cfg, options))
         return connect_reference(cfg)[0]
 
-    monkeypatch.setattr(connection, "connect_checked", connect)
+    monkeypatch.setattr(process_connection, "connect_checked", connect)
     monkeypatch.setattr(group_pool, "gather", lambda group, one: [one])
     return calls
 
@@ -145,7 +145,9 @@ def test_nccl_kernels_have_sms_unless_somebody_says_how_many(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(group_pool, "timeout_of", lambda group: 30.0)
     monkeypatch.setattr(
-        connection, "connect_checked", lambda check, cfg, group, sms: said.append(sms) or connect_reference(cfg)[0]
+        process_connection,
+        "connect_checked",
+        lambda check, cfg, group, sms: said.append(sms) or connect_reference(cfg)[0],
     )
     group: Any = Group()
     cfg = ONE if nodes == 1 else EPConfig(64, 2, 1, 64, 2, ranks_per_node=1)
@@ -192,7 +194,7 @@ def test_errors_are_told_in_the_words_of_the_interface(monkeypatch: Patch) -> No
     def differs(*arguments: Any, **options: Any) -> None:
         raise EPConfigError("rank 1: max_tokens_per_rank = 64, rank 0: max_tokens_per_rank = 128: must be equal")
 
-    monkeypatch.setattr(connection, "connect_checked", differs)
+    monkeypatch.setattr(process_connection, "connect_checked", differs)
     group: Any = Group()
     names = {"max_tokens_per_rank": "num_max_dispatch_tokens_per_rank"}
     rule = (

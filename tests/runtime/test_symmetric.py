@@ -16,7 +16,7 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
-from cute_ep.runtime import connection, driver, symmetric, trial
+from cute_ep.runtime import driver, process_connection, symmetric, trial
 from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.symmetric import SHARINGS, Kind, refusal
 from tests.fake_driver import DESCRIPTOR, FABRIC, GRANULARITY, FakeDriver, cuda
@@ -121,7 +121,7 @@ def taken(caplog: pytest.LogCaptureFixture) -> list[str]:
 def connect_and_close(monkeypatch: pytest.MonkeyPatch, cfg: EPConfig = CFG, times: int = 1) -> None:
     def work(rank: int) -> None:
         for _ in range(times):
-            connection.connect(cfg).close()
+            process_connection.connect(cfg).close()
 
     assert collective(monkeypatch, work) == [None] * RANKS
 
@@ -216,7 +216,7 @@ def test_ranks_that_share_no_memory_are_told_all_that_was_tried(monkeypatch: pyt
     machine = Machine(monkeypatch)
     machine.refused = {DESCRIPTOR}
     monkeypatch.setattr(machine, "cuIpcOpenMemHandle", lambda *given: (NO_MEMORY[0], cuda.CUdeviceptr()))
-    got = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    got = collective(monkeypatch, lambda rank: process_connection.connect(CFG))
     ours = ", ".join(f"rank {rank}: {NOT_PERMITTED}" for rank in range(RANKS))
     theirs = ours.replace("PERMITTED", "SUPPORTED")
     rule = f"are on one machine, but cannot share memory by file descriptors ({ours}), CUDA IPC ({theirs})"
@@ -253,7 +253,7 @@ def test_without_fabric_handles_ranks_of_several_machines_are_told_what_they_nee
     over_machines(machine)
     imported = cuda.CUresult.CUDA_ERROR_NOT_PERMITTED, cuda.CUmemGenericAllocationHandle()
     refuse_on(machine, monkeypatch, 2, "cuMemImportFromShareableHandle", imported)
-    got = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    got = collective(monkeypatch, lambda rank: process_connection.connect(CFG))
     for one in got:
         assert isinstance(one, EPConfigError)
         assert str(one) == (
@@ -294,7 +294,7 @@ def test_each_node_takes_what_works_on_all_of_its_ranks(monkeypatch: pytest.Monk
 
 def test_a_rank_alone_on_its_node_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
-    connected = collective(monkeypatch, lambda rank: connection.connect(replace(CFG, skip_a2a=True)))
+    connected = collective(monkeypatch, lambda rank: process_connection.connect(replace(CFG, skip_a2a=True)))
     assert not {"cuMemCreate", "cuIpcGetMemHandle"} & set(machine.calls) and machine.held == (2 * RANKS, RANKS, 0)
     collective(monkeypatch, lambda rank: connected[rank].close())
     assert machine.held == NOTHING
@@ -309,7 +309,7 @@ def test_a_hundred_connects_leave_no_descriptor(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(trial, "ON_ONE_MACHINE", (kind,))
     before = open_files()
     connect_and_close(monkeypatch, times=99)
-    ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    ranks: list[Any] = collective(monkeypatch, lambda rank: process_connection.connect(CFG))
     more = list((Counter(open_files()) - Counter(before)).elements())  # a handle is a descriptor here
     assert len(more) == (0 if kind is Kind.IPC else RANKS) and all(one.startswith("/memfd:memory") for one in more)
     collective(monkeypatch, lambda rank: ranks[rank].close())

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from cute_ep.api.config import EPConfig, memory_bytes
 from cute_ep.api.errors import EPError, EPTimeout
 from cute_ep.runtime.communicator import Communicator
-from cute_ep.runtime.connection import connect
+from cute_ep.runtime.process_connection import connect
 
 from .fault_calls import ROOM
 from .group import TIMEOUT_S, Group, expect, small_config, small_input
