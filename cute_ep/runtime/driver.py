@@ -85,8 +85,8 @@ class Kernel:
         self._wide_bytes = self._smem_bytes + (entry.smem_bytes if twins else 0)
         driver_calls.allow_shared_memory(self._function, self._wide_bytes)
         self.context = driver_calls.current_context()
-        sizes = self._smem_bytes, self._wide_bytes
-        self._launchers = [driver_calls.Launcher(self._function, self.context, nbytes) for nbytes in sizes]
+        sizes = {self._smem_bytes, self._wide_bytes}
+        self._launchers = {one: driver_calls.Launcher(self._function, self.context, one) for one in sizes}
         self._range = f"cute_ep.{entry.entry.removeprefix('cute_ep_').removesuffix('_0')}"
         self._names = [name for name, _ in entry.params]
         self._slots = slots(entry.params, call)
@@ -99,8 +99,11 @@ class Kernel:
         at = {name: first + 8 * slot for slot, name in enumerate(self._slots)}
         self._pointers = (ctypes.c_void_p * len(values))(*(at[name] for name in self._names))
         self._pointers_at = ctypes.addressof(self._pointers)
-        sizes, order = (self._smem_bytes, self._wide_bytes), self._order()
-        self._starts = [launcher.starter(self._function, nbytes, self._values, order) for nbytes in sizes]
+        self._starts: dict[int, launcher.Start | None] = {}  # by bytes of shared memory, when they are needed
+
+    def _bytes_of(self, threads: int) -> int:
+        """Shared memory of a CTA of so many threads."""
+        return self._wide_bytes if threads == WIDE_THREADS else self._smem_bytes
 
     def _order(self) -> bytes:
         """Of each parameter which of the numbers it is, as uint16."""
@@ -129,8 +132,7 @@ class Kernel:
         """The kernel as `launcher.c` launches it with these numbers: function, threads of a CTA, bytes of dynamic
         shared memory, all numbers as int64, and of each parameter which of them it is as uint16."""
         values = [*given, *self._values[len(given) :]]
-        nbytes = self._wide_bytes if threads == WIDE_THREADS else self._smem_bytes
-        return self._function, threads, nbytes, struct.pack(f"{len(values)}q", *values), self._order()
+        return self._function, threads, self._bytes_of(threads), struct.pack(f"{len(values)}q", *values), self._order()
 
     def launch(
         self,
@@ -152,7 +154,10 @@ class Kernel:
             pairs: in clusters of 2, so `grid` must be even and the device of compute capability 9 or newer.
             threads: of a CTA, for which the kernel is compiled.
         """
-        start = self._starts[threads == WIDE_THREADS]
+        nbytes = self._bytes_of(threads)
+        if nbytes not in self._starts:
+            self._starts[nbytes] = launcher.starter(self._function, nbytes, self._values, self._order())
+        start = self._starts[nbytes]
         if start is None or profiler_enabled() or start(grid, threads, stream, early, pairs, given):
             # which says why the driver refuses
             self.launch_by_python(grid, given, stream, early=early, pairs=pairs, threads=threads)
@@ -171,7 +176,7 @@ class Kernel:
         flat = numbers(given)
         with self._in_range() if profiler_enabled() else self._lock:
             _packer(len(flat))(self._values, 0, *flat)
-            launch = self._launchers[threads == WIDE_THREADS].launch
+            launch = self._launchers[self._bytes_of(threads)].launch
             launch(grid, threads, stream, self._pointers_at, early, pairs)
 
     @contextmanager

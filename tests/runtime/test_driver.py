@@ -119,6 +119,20 @@ def test_parameters_of_a_launch_are_given_or_bound_or_0(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_twins_of_a_wide_cta_have_shared_memory_each(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Whatever was launched before, and by a copy, too; without twins a wide CTA has as much as others."""
+    found = Recorded(monkeypatch, way, [ctypes.c_int64])
+    entry = entry_of((("at", "i64"),), smem_bytes=48)
+    for kernel, wide in ((driver.Kernel(entry, twins=True), 96), (driver.Kernel(entry, (), 8), 56)):
+        for threads in (512, 1024, 512):
+            for one in (kernel, kernel.copy()):
+                one.launch(1, (5,), 7, threads=threads)
+        assert kernel.described((5,), 1024)[2] == wide
+    assert found.fake.allowed == [96, 56]
+    assert [config[2] for config in found.configs] == [48, 48, 96, 96, 48, 48] + [56] * 6
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_launch_that_the_driver_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Of Python, in the driver's words, whoever was refused first; with the numbers of this launch."""
     found = Recorded(monkeypatch, way, [ctypes.c_int64])
