@@ -287,6 +287,12 @@ def _indexable(field: torch.Tensor) -> torch.Tensor:
 
 
 @no_modes()
+def _header_of(source: Source) -> list[int]:
+    """The words of `HeaderWord`: rows in one slice, of an unknown round."""
+    messages = pack_messages(0, int(source.router_weights is not None))
+    return [source.tokens, messages, 0, pack_returns(0, int(source.tokens > LAMPORT_TOKENS))]
+
+
 def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatched:
     """The output of `dispatch` of one rank, from every rank's source (with `skip_a2a` only its own is read)."""
     own = sources[rank]
@@ -354,9 +360,7 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
 
     blocks = (padded + 127) // 128
     first_block = blocks.cumsum(0) - blocks
-    messages = [pack_messages(0, int(one.router_weights is not None)) for one in peers]
-    returns = [pack_returns(0, int(one.tokens > LAMPORT_TOKENS)) for one in peers]
-    header = [[one.tokens, *words] for one, *words in zip(peers, messages, [0] * len(peers), returns, strict=True)]
+    header = [_header_of(one) for one in peers]
     buffers = DispatchBuffers(
         tokens=padded_rows(joined.payload),
         scales=None if scales is None or layout is None else _arranged(cfg, scales, layout, padded.tolist()),

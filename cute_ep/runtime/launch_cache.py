@@ -139,7 +139,7 @@ class LaunchCache:
         ring_bytes: int = 0,
     ) -> None:
         self.cfg, self.rank, self.max_ctas, self.kernels = cfg, rank, max_ctas, kernels
-        self.twins = ring_bytes > 0
+        self.pairs, self.twins = pairs, ring_bytes > 0
         self._options = {"pairs": pairs, "whole_sms": whole_sms, "twins": self.twins}
         self._ring_bytes = ring_bytes if fits_pipelines(cfg.hidden, ring_bytes) else 0
         self._shapes: dict[tuple[str, int, bool], LaunchShape] = {}
@@ -182,7 +182,7 @@ class LaunchCache:
             if operation.startswith("dispatch") and not has_whole_segments(self.cfg.format):
                 slices = 0
             back = min(tuning.shape("combine", expected, self.max_ctas).slices, self.most_slices(tokens))
-            pairs = self._options["pairs"] and shape.ctas > 1
+            pairs = self.pairs and shape.ctas > 1
             found = LaunchShape(shape.ctas, slices, log2_of(back), flagged, grid, shared, pairs, threads)
             self._shapes[key] = found
         return found

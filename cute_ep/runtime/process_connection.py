@@ -26,13 +26,7 @@ from cute_ep.runtime.join_shmem import join_shmem
 from cute_ep.runtime.local_kernels import load_local_kernels
 from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.nodes import NodesCommunicator, node_config
-from cute_ep.runtime.parts import (
-    RankParts,
-    Share,
-    max_ctas,
-    prepare_rank,
-    share_of,
-)
+from cute_ep.runtime.parts import RankParts, Share, max_ctas, prepare_rank, share_of
 from cute_ep.runtime.places import Place, check_initialised, check_member, check_places
 from cute_ep.runtime.rails.network import slow_network, warn_of_slow_mail
 from cute_ep.runtime.rails.transport import NCCL, check_same_transport, check_transport, chosen_transport
