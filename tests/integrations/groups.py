@@ -36,6 +36,10 @@ class ThreadGroup:
     def size(self) -> int:
         return self._size
 
+    def meet(self) -> None:
+        """Wait until all ranks have come."""
+        self._barrier.wait()
+
     def on_all_ranks(
         self, make: Callable, share: Callable = lambda made: None, undo: Callable | None = None, doing: str = ""
     ) -> tuple:
@@ -120,10 +124,10 @@ def on_buffers(
         try:
             found = program(buffer)
             if device.type != "cpu":
-                # to give memory back holds up the threads of ranks that this one's kernels may wait for
                 torch.cuda.current_stream(device).synchronize()
                 for communicator in buffer._pool.communicators:
                     communicator.synchronize()  # EPTimeout, which no later call would raise
+                group.meet()  # to give pinned memory back waits for kernels of all ranks, and holds up their launches
             return found
         finally:
             buffer.destroy()
