@@ -85,13 +85,13 @@ def tune_size(
     """`choose` for one number of tokens, beside the built-in tables, by the times of some of the family's operations on
     all ranks, which keep the launch shapes of the last try."""
     first = communicators[0]
-    base = built_in(sets.cfg, first.max_ctas, twins=first.twins)
+    base = built_in(sets.cfg, first.max_ctas, ring_bytes=first.ring_bytes)
 
     def with_entry(entry: Entry) -> Tuning:
         return base.revised(family, {sets.tokens: entry})
 
     def shape(entry: Entry) -> Shape:
-        shape = with_entry(entry).shape(family, sets.tokens, first.max_ctas, twins=first.twins)
+        shape = with_entry(entry).shape(family, sets.tokens, first.max_ctas, twins=first.ring_bytes > 0)
         most = first.most_slices(sets.tokens) if family == "combine" else shape.slices
         return shape._replace(slices=min(shape.slices, most))
 

@@ -96,12 +96,12 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Found:
-    """What was found for one configuration, in launches of at most `max_ctas` (CTAs of dispatch have `twins` or not):
-    outcomes by family and tokens."""
+    """What was found for one configuration, in launches of at most `max_ctas` CTAs, with `ring_bytes` as of
+    `built_in`: outcomes by family and tokens."""
 
     cfg: EPConfig
     max_ctas: int
-    twins: bool
+    ring_bytes: int
     outcomes: dict[str, dict[int, Outcome]]
 
 
@@ -119,7 +119,7 @@ def tune_format(
     connection = connected(cfg, ranks.devices, sms=ranks.sms, library=ranks.library)
     with connection as communicators, make_runner(communicators) as lanes:
         first = communicators[0]
-        found = Found(cfg, first.max_ctas, first.twins, {family: {} for family in families})
+        found = Found(cfg, first.max_ctas, first.ring_bytes, {family: {} for family in families})
         for tokens in sizes:
             sets = make_sets(cfg, ranks.devices, tokens)
             for family in families:
@@ -138,7 +138,7 @@ def keep(found: Found, devices: Sequence[str]) -> None:
 
     cfg, max_ctas = found.cfg, found.max_ctas
     name, gpus = torch.cuda.get_device_name(devices[0]), len(set(devices))
-    known, tables = find_tuning(cfg, name, gpus, max_ctas, twins=found.twins), {}
+    known, tables = find_tuning(cfg, name, gpus, max_ctas, ring_bytes=found.ring_bytes), {}
     for family, outcomes in found.outcomes.items():
         entries = {tokens: outcome.entry for tokens, outcome in outcomes.items()}
         tables[Setting.of(family, cfg, name, gpus, max_ctas)] = known.revised(family, entries).table(family)
@@ -159,10 +159,10 @@ def result_table() -> Table:
 
 def add_results(table: Table, found: Found) -> None:
     """One row for each number of tokens, a section for each family."""
-    base = built_in(found.cfg, found.max_ctas, twins=found.twins)
+    base = built_in(found.cfg, found.max_ctas, ring_bytes=found.ring_bytes)
 
     def text(tuning: Tuning, family: str, tokens: int) -> str:
-        shape = tuning.shape(family, tokens, found.max_ctas, twins=found.twins)
+        shape = tuning.shape(family, tokens, found.max_ctas, twins=found.ring_bytes > 0)
         senders = f"{shape.send_ctas}{' packed' if shape.packed else ''}" if shape.receive_from else "all"
         return f"{shape.grid}, {senders}, {shape.slices}"
 

@@ -89,7 +89,7 @@ class Communicator(Launching):
         super().__init__(parts, group)
         self.arena, self.max_ctas = arena, parts.max_ctas
         self._kernels, self._cache = parts.kernels, LaunchCache.of(parts)
-        self.twins, self.most_slices = self._cache.twins, self._cache.most_slices  # for `bench.tune`
+        self.ring_bytes, self.most_slices = self._cache.ring_bytes, self._cache.most_slices  # for `bench.tune`
         self._release = release
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
         first = parts.first_rank

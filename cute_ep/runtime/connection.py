@@ -56,7 +56,7 @@ class Options:
         """`find_tuning` for `cfg` on so many GPUs as this one, which reads each table once; or what gives `tuning`."""
         if self.tuning is not None:
             given = self.tuning
-            return lambda ctas, *, twins: given
+            return lambda ctas, *, ring_bytes: given
         return cache(partial(find_tuning, cfg, torch.cuda.get_device_name(device), gpus))
 
     def check_reference(self) -> None:

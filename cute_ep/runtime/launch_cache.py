@@ -28,21 +28,15 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.tensors import check_apart, end_of
 from cute_ep.api.validate import check_buffers
 from cute_ep.layouts.maps.arena import (
-    COMBINE_ITEMSIZE,
     LAMPORT_TOKENS,
     MANY_SLICES,
     MAX_SLICES,
-    SEGMENT_BYTES,
     has_whole_segments,
     pack_returns,
 )
 from cute_ep.layouts.maps.arguments import Grid, Scales, SharedExpert
 from cute_ep.layouts.maps.launch import (
-    CONSUMER_SEGMENTS,
-    CONSUMERS,
-    LEAST_STAGES,
     PIPED_THREADS,
-    PIPELINES,
     WIDE_THREADS,
 )
 from cute_ep.layouts.maps.scales import scale_block
@@ -50,14 +44,10 @@ from cute_ep.layouts.maps.variants import PIPED_SUFFIX
 from cute_ep.runtime.arguments import output_record, scales_record, shared_record
 from cute_ep.runtime.driver import Kernel
 from cute_ep.runtime.parts import RankParts
-from cute_ep.tuning.launch_shape import Tuning, log2_of
+from cute_ep.tuning.launch_shape import PIPED_TOKENS, Tuning, has_pipelines, log2_of
 
 SHAPES_KEPT = 1024
 """Launch shapes that a communicator keeps, one for each operation and number of tokens."""
-PIPED_TOKENS = 512
-"""Most tokens whose rows come home as Lamport rows where CTAs may have pipelines, which take others. Partial and exact
-combine of 1024 tokens take 115 and 228 us so on 24 SMs, as Lamport rows 129 and 332, on 8 SMs 256 and 339 instead of
-345 and 812 (2 x H200, 2026-11-27)."""
 
 
 Spans = tuple[list[int], list[int]]
@@ -111,13 +101,6 @@ def joined(spans: Iterable[tuple[int, int]]) -> Spans:
     return begins, ends
 
 
-def fits_pipelines(hidden: int, ring_bytes: int) -> bool:
-    """Whether pipelines can carry rows of so many elements."""
-    row_bytes = hidden * COMBINE_ITEMSIZE
-    few = row_bytes <= CONSUMERS * CONSUMER_SEGMENTS * SEGMENT_BYTES
-    return few and ring_bytes >= (LEAST_STAGES + 1) * PIPELINES * row_bytes
-
-
 class LaunchCache:
     """Launch shapes and bound kernels of one rank.
 
@@ -139,9 +122,9 @@ class LaunchCache:
         ring_bytes: int = 0,
     ) -> None:
         self.cfg, self.rank, self.max_ctas, self.kernels = cfg, rank, max_ctas, kernels
-        self.pairs, self.twins = pairs, ring_bytes > 0
-        self._options = {"pairs": pairs, "whole_sms": whole_sms, "twins": self.twins}
-        self._ring_bytes = ring_bytes if fits_pipelines(cfg.hidden, ring_bytes) else 0
+        self.pairs, self.ring_bytes = pairs, ring_bytes
+        self._options = {"pairs": pairs, "whole_sms": whole_sms, "twins": ring_bytes > 0}
+        self._pipelines = has_pipelines(cfg, ring_bytes)
         self._shapes: dict[tuple[str, int, bool], LaunchShape] = {}
         self._shapes_of: Tuning | None = None  # what they were found with
         self._receivers: WeakKeyDictionary[DispatchBuffers, dict[str, Kernel]] = WeakKeyDictionary()
@@ -167,7 +150,7 @@ class LaunchCache:
             wide = operation.startswith("combine") and shape.threads == WIDE_THREADS
             flagged = self._are_flagged(tokens)
             may_pipe = wide and not operation.endswith("_wait") and flagged
-            ring_bytes = self._ring_bytes if may_pipe else 0
+            ring_bytes = self.ring_bytes if may_pipe and self._pipelines else 0
             threads = PIPED_THREADS if ring_bytes else shape.threads
             grid = Grid(
                 pdl=int(2 * shape.ctas <= self.max_ctas),
@@ -194,9 +177,7 @@ class LaunchCache:
     def _are_flagged(self, tokens: int) -> bool:
         """Whether rows of so many tokens come home with flags: the arena has room for such rows of any number of
         tokens, or for none."""
-        if self.cfg.max_tokens_per_rank <= LAMPORT_TOKENS or not self._ring_bytes:
-            return tokens > LAMPORT_TOKENS
-        return tokens > PIPED_TOKENS
+        return tokens > (PIPED_TOKENS if self._pipelines else LAMPORT_TOKENS)
 
     def receiver(self, name: str, out: DispatchBuffers) -> Kernel | None:
         """The kernel of a name, bound to buffers that a call before was given; None when there was none, and then they

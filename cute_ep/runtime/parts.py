@@ -139,9 +139,9 @@ class Share:
 
 def share_of(device: torch.device, ctas: int, find: Callable[..., Tuning], *, ranks: int = 1) -> Share:
     """What each of `ranks` ranks has of its device, with at most `ctas` CTAs a launch. find: as `find_tuning`, called
-    with the CTAs and `twins`."""
+    with the CTAs and `ring_bytes`."""
     ring = ring_bytes(device, ctas, ranks)
-    return Share(ctas, find(ctas, twins=ring > 0), ring, ranks)
+    return Share(ctas, find(ctas, ring_bytes=ring), ring, ranks)
 
 
 def max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:

@@ -8,9 +8,9 @@ from math import log2
 from typing import TypeVar
 
 from cute_ep.api.config import EPConfig
-from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, LAMPORT_TOKENS, SEGMENT_BYTES, message_bytes
+from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, LAMPORT_TOKENS, MANY_SLICES, SEGMENT_BYTES, message_bytes
 from cute_ep.layouts.maps.routing import RowOrder
-from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
+from cute_ep.tuning.launch_shape import MANY, PIPED_TOKENS, Entry, Tuning, has_pipelines
 
 Found = TypeVar("Found")
 
@@ -166,6 +166,10 @@ TWIN_DISPATCH: dict[RowOrder, dict[int, tuple[Entry, ...]]] = {
 """Tables where CTAs may have twins, by the order of rows, for messages of at most so many bytes, of more than 2 tokens:
 rows of 7168 elements in BF16, FP8 and NVFP4, 256 experts, top-8, with 8, 24 and 44 SMs (2 x H200, 2026-11-27).
 Receivers write a message once where rows are by source rank, and as often as it has experts otherwise."""
+OF_PIPELINES = Entry(MANY, MANY, 0, MANY_SLICES)
+"""Combine, where pipelines carry more than PIPED_TOKENS tokens: long rows have a flag for every four. Exact combine of
+1024 / 4096 tokens takes 217 / 730 us so on 24 SMs, with a flag for every 16 tokens 245 / 849; partial sums have longer
+spans (`kernels/combine/piped_schedule.py`; 2 x H200, 2026-11-27)."""
 SEGMENTS_PER_SLICE: dict[str, dict[int, float]] = {
     "dispatch": {256: 1 / 2, MANY: 3 / 2},
     "combine": {LAMPORT_TOKENS: 1 / 2, MANY: 3 / 2},
@@ -174,18 +178,23 @@ SEGMENTS_PER_SLICE: dict[str, dict[int, float]] = {
 as they can be. Rows of 2048 to 6144 elements, otherwise measured as DISPATCH."""
 
 
-def built_in(cfg: EPConfig, ctas: int, *, twins: bool = False) -> Tuning:
-    """The tables that ship, for ranks with so many CTAs, which may have twins, and such rows. With fewer than
-    TABLE_CTAS slices are fewer in proportion, so that a warp has as many; where an entry takes part of the CTAs, from
-    half of its grid down. Rows that are too short for that many slices (SEGMENTS_PER_SLICE) have fewer.
+def built_in(cfg: EPConfig, ctas: int, *, ring_bytes: int = 0) -> Tuning:
+    """The tables that ship, for ranks with so many CTAs and such rows. With fewer than TABLE_CTAS slices are fewer in
+    proportion, so that a warp has as many; where an entry takes part of the CTAs, from half of its grid down. Rows that
+    are too short for that many slices (SEGMENTS_PER_SLICE) have fewer. CTAs with `ring_bytes` of shared memory for
+    stages (`cute_ep.runtime.gpus`) may have twins, and pipelines.
 
     4 x H200, 2026-11-22, 16 SMs a rank: partial combine of 1024 tokens 623 -> 315 us (284 where every CTA does both).
     """
     nbytes = message_bytes(cfg.format, cfg.hidden)
     dispatch = _scaled(_first_of(_first_of(DISPATCH, cfg.peers), nbytes), ctas)
-    if twins:
+    if ring_bytes:
         dispatch = [dispatch[0], *_first_of(TWIN_DISPATCH[cfg.row_order], nbytes)]
     combine = _scaled(_first_of(COMBINE, cfg.peers), ctas)
+    if has_pipelines(cfg, ring_bytes):
+        few = next(entry for entry in combine if entry.tokens >= PIPED_TOKENS)
+        combine = [*(entry for entry in combine if entry.tokens < PIPED_TOKENS), replace(few, tokens=PIPED_TOKENS)]
+        combine.append(OF_PIPELINES)
     return Tuning(_capped("dispatch", dispatch, cfg), _capped("combine", combine, cfg))
 
 

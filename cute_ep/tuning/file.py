@@ -82,10 +82,10 @@ def write_tables(tables: Tables) -> None:
     draft.replace(path)
 
 
-def find_tuning(cfg: EPConfig, gpu: str, gpus: int, ctas: int, *, twins: bool = False) -> Tuning:
-    """The user's tables for `cfg` on `gpus` GPUs called `gpu`, with so many CTAs a rank, which may have twins;
-    `built_in`'s where there are none."""
+def find_tuning(cfg: EPConfig, gpu: str, gpus: int, ctas: int, *, ring_bytes: int = 0) -> Tuning:
+    """The user's tables for `cfg` on `gpus` GPUs called `gpu`, with so many CTAs a rank; those of `built_in`
+    where there are none."""
     tables = read_tables()
     settings = {family: Setting.of(family, cfg, gpu, gpus, ctas) for family in FAMILIES}
-    built = built_in(cfg, ctas, twins=twins)
+    built = built_in(cfg, ctas, ring_bytes=ring_bytes)
     return replace(built, **{family: tables[one] for family, one in settings.items() if one in tables})

@@ -11,10 +11,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from cute_ep.api.config import is_integer, is_number
+from cute_ep.api.config import EPConfig, is_integer, is_number
 from cute_ep.api.errors import EPConfigError
-from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MANY_SLICES, MAX_SLICES
-from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS, WIDE_THREADS
+from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, LAMPORT_TOKENS, MANY_SLICES, MAX_SLICES, SEGMENT_BYTES
+from cute_ep.layouts.maps.launch import (
+    CONSUMER_SEGMENTS,
+    CONSUMERS,
+    CTAS_PER_SM,
+    LEAST_STAGES,
+    PIPELINES,
+    THREADS,
+    WIDE_THREADS,
+)
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 
 MANY = 1 << 30
@@ -24,8 +32,22 @@ WIDE_TOKENS = 2
 twins. Partial combine of 128 tokens on 64 and 124 SMs takes 16.0 and 12.3 us so, else 16.8 and 11.6, of 1024 on 24 and
 124 SMs 140 and 57.5, else 220 and 64.7 (2 x H200, 2026-11-26); FP8 dispatch by source rank of 16 tokens on 8 and 24 SMs
 10.8 and 7.9, else 13.4 and 7.1 (2 x H200, 2026-11-27)."""
+PIPED_TOKENS = 512
+"""Most tokens whose rows come home as Lamport rows where CTAs may have pipelines, which take others. Partial and exact
+combine of 1024 tokens take 102 and 217 us so on 24 SMs, as Lamport rows 129 and 332, on 8 SMs 245 and 324 instead of
+345 and 812 (2 x H200, 2026-11-27)."""
 FAMILIES = ("dispatch", "combine")
 """Operations that have a table; halves and modes share it."""
+
+
+def has_pipelines(cfg: EPConfig, ring_bytes: int) -> bool:
+    """Whether pipelines of combine carry rows of more than PIPED_TOKENS tokens, with so much shared memory for stages:
+    rows are not too long for them, and calls of more than LAMPORT_TOKENS tokens are possible, since the arena has room
+    for flagged rows of any number of tokens or of none."""
+    row_bytes = cfg.hidden * COMBINE_ITEMSIZE
+    few = row_bytes <= CONSUMERS * CONSUMER_SEGMENTS * SEGMENT_BYTES
+    fits = few and ring_bytes >= (LEAST_STAGES + 1) * PIPELINES * row_bytes
+    return fits and cfg.max_tokens_per_rank > LAMPORT_TOKENS
 
 
 def slices_for(tokens: int) -> tuple[int, ...]:

@@ -3,11 +3,14 @@ warps that use them, so that an SM has as many bytes on their way as fit into it
 
 The CTA has PIPELINES, each of which carries spans of its own (`schedule`): a producer warp, a ring of stages and
 consumer warps (`produce`, `ring`, `consume`). The producer has each row of a span copied into a stage (`bulk`), and
-each consumer takes its segments of every row from there. Where all CTAs send and receive, a pipeline then adds up
+each consumer takes its segments of every row from there. Where all CTAs send and receive, a pipeline also adds up
 what comes home, through the same ring; rows of the own rank's tokens it reads where they are, and they are not sent.
 
-Why it ends: while a pipeline sends, its producer waits for its consumers only, and these for the producer. One that
-adds up also waits for flags of other ranks, whose pipelines that send signal them without waiting for anybody.
+Why it ends: while a pipeline sends, its producer waits for its consumers only, and these for the producer. It waits
+for a flag of another rank only when its counter has no span left and it has sent all that it drew. One pipeline of a
+launch also waits, before it adds up and while it holds no span, for all ranks to tell their round, which each does
+before it sends. Each counter has pipelines that begin with its spans, and empty it without a wait for a peer; so all
+spans are sent, and signaled.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class CombinePipelines:
 
     def __init__(self, params: PipelineParams, shared: RegionMap) -> None:
         self.params = params
-        self.schedule = PipelineSchedule(params.epoch, shared, params.adds_up if params.adds else None)
+        self.schedule = PipelineSchedule(params.epoch, shared, params.partial, params.adds_up if params.adds else None)
         self.ring = Ring(params.adds and params.partial, shared)
         self.producer = Producer(params, self.schedule, self.ring)
         self.consumer = Consumer(params, self.ring, shared)

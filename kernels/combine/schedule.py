@@ -2,7 +2,7 @@
 
 An item is a slice of a source (`slices`); the source varies fastest, beginning after the own rank, so that all links
 work at once. If rows of some source are not Lamport rows, an item is a span: neighbouring slices of a source, as many
-as the CTA has warps, which carry them together; of pipelines it is always a span, of CHUNK slices (`piped_schedule`).
+as the CTA has warps, which carry them together; of pipelines it is always a span, of some chunks (`piped_schedule`).
 The first item of a warp, or span of a CTA, is scheduled statically. For a few slices more the warps of a CTA draw its
 tickets. Spans, and slices where each warp has many, are scheduled dynamically among the CTAs that begin with the same
 source.
@@ -96,7 +96,8 @@ class CombineSchedule:
             spans = Boolean(True)
         most = Int32(cute.arch.warp_redux_sync(self.due(ctx, tokens << log2), "max"))
         if spans:
-            most = (most + self.in_span(ctx) - 1) >> highest(Uint32(self.in_span(ctx)))
+            in_span = self.choose_span(ctx, most)
+            most = (most + in_span - 1) >> highest(Uint32(in_span))
         items = most * self.by_sources(ctx).extent
         sFlagged = shared_array(self.flagged, Uint32)
         if ctx.tid == 0:
@@ -154,8 +155,12 @@ class CombineSchedule:
         log2, vectors = self._slices_log2(source), row_vectors(ctx)
         return span_of(source, number, self.tokens(source), log2, vectors, self.in_span(ctx))
 
+    def choose_span(self, ctx: CombineContext, most: Int32) -> Int32:
+        """The slices of a span, where no source has more than `most`; `in_span` has it behind a CTA barrier."""
+        return self.in_span(ctx)
+
     def in_span(self, ctx: CombineContext) -> Int32:
-        """Slices of a span."""
+        """Slices of a span, a power of two."""
         return ctx.warps
 
     def is_due(self, item: Int32, source: Int32, row_slice: RowSlice) -> Boolean:

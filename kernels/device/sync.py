@@ -10,6 +10,7 @@ no ordering. (A word that no round has written for exactly 2^32 rounds would pas
 | -------------- | ------------------------------------- | ------------------------------------------------ |
 | `signal`       | st.release.sys                        | all that happens before it -> the flag           |
 | `wait_signal`  | ld.acquire.sys loop                   | the flag -> all that happens after it            |
+| `has_signaled` | ld.acquire.sys, of `Context`          | as `wait_signal`, if it holds                    |
 | `store_ll`     | st.relaxed.sys                        | nothing: the value is in the word                |
 | `wait_ll`      | ld.relaxed.sys loop                   | nothing: the value is in the word                |
 | `block_all`    | barrier.cta.red.and.aligned           | one thread's wait -> the whole CTA, and verdict  |

@@ -242,9 +242,23 @@ MUTANTS = {
         "combines on few SMs",
         (
             Edit(
-                "kernels/combine/produce.py",
-                "if (owner >= 0) & (owner != ctx.rank):",
-                "if (owner > 99) & (owner != ctx.rank):",
+                "kernels/combine/runs.py",
+                "return (owner >= 0) & (owner != ctx.rank)",
+                "return (owner > 99) & (owner != ctx.rank)",
+            ),
+        ),
+    ),
+    # a pipeline that could add up draws a span, and waits for its run instead of sending it
+    "PIPED_HELD_SPAN": Mutant(
+        "combines on few SMs",
+        (Edit("kernels/combine/produce.py", "if ~there & (item < spans):", "if drains & (item < spans):"),),
+    ),
+    # of a long span only the first chunk is signalled
+    "PIPED_ONE_FLAG": Mutant(
+        "combines on few SMs",
+        (
+            Edit(
+                "kernels/combine/produce.py", "chunk_of(last + (CHUNK - 1)) - chunk_of(first)", "Int32(first < slices)"
             ),
         ),
     ),
@@ -253,7 +267,7 @@ MUTANTS = {
         "combines on few SMs",
         (
             Edit(
-                "kernels/combine/produce.py",
+                "kernels/combine/runs.py",
                 "        return without_lowest(below) != Uint32(0)\n",
                 "        return without_lowest(below) > Uint32(1 << 31)\n",
             ),
@@ -283,8 +297,8 @@ MUTANTS = {
         "combines on few SMs",
         (
             Edit(
-                "kernels/combine/produce.py",
-                '                cute.arch.fence_proxy("async.global")  # copies read what other ranks have stored\n',
+                "kernels/combine/runs.py",
+                '        cute.arch.fence_proxy("async.global")  # copies read what other ranks have stored\n',
                 "",
             ),
         ),

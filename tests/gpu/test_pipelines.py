@@ -11,10 +11,9 @@ from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.launch import LEAST_STAGES, PIPELINES
 from cute_ep.layouts.maps.routing import EXPERT_MAJOR, RANK_MAJOR, RowOrder
-from cute_ep.runtime.launch_cache import PIPED_TOKENS
 from cute_ep.testing.verify import RoundOptions, check_round
 from cute_ep.testing.workloads import make_inputs
-from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
+from cute_ep.tuning.launch_shape import MANY, PIPED_TOKENS, Entry, Tuning
 
 from .conftest import connected
 
@@ -37,7 +36,7 @@ def config(hidden: int, top_k: int = 8, ranks: int = 2, **options: object) -> EP
 def test_bytes_are_those_of_the_reference(hidden: int, sms: int) -> None:
     """In all modes, fused and split, with a stage for each row length."""
     with connected(config(hidden), PAIR, sms=sms) as communicators:
-        assert all(one._cache._ring_bytes for one in communicators), "they have pipelines"
+        assert all(one._cache._pipelines for one in communicators), "they have pipelines"
         for seed, (routing, split) in enumerate(product(ROUTINGS, (False, True))):
             inputs = make_inputs(communicators[0].cfg, COUNTS[seed % len(COUNTS)], routing, seed)
             check_round(communicators, inputs, RoundOptions(split, seed=seed))
@@ -51,7 +50,7 @@ def test_own_sums_have_their_place_among_those_of_other_ranks(ranks: int, sms: i
     """The rows of a rank's own tokens are added up before what others send, and count behind that of lower ranks."""
     cfg = EPConfig(hidden, 8 * ranks, top_k, MOST, ranks, "bf16", 20)
     with connected(cfg, ["cuda:0"] * ranks, sms=sms) as communicators:
-        assert all(one._cache._ring_bytes for one in communicators)
+        assert all(one._cache._pipelines for one in communicators)
         for seed, routing in enumerate(ROUTINGS):
             counts = [MOST - 5 * rank for rank in range(ranks)]
             if seed % 2:
@@ -84,7 +83,7 @@ def test_the_least_stages_are_enough(hidden: int) -> None:
     """Two of them, and a row that is put aside, or three where none is."""
     with connected(config(hidden, ranks=3), ["cuda:0"] * 3, sms=3) as communicators:
         for one in communicators:
-            one._cache._ring_bytes = (LEAST_STAGES + 1) * PIPELINES * 2 * hidden
+            one._cache.ring_bytes = (LEAST_STAGES + 1) * PIPELINES * 2 * hidden
         for seed, routing in enumerate(ROUTINGS):
             inputs = make_inputs(communicators[0].cfg, [MOST, MOST - 9, PIPED_TOKENS + 1], routing, seed)
             check_round(communicators, inputs, RoundOptions(seed=seed))
@@ -93,12 +92,12 @@ def test_the_least_stages_are_enough(hidden: int) -> None:
 def test_each_rank_says_how_its_rows_come_home() -> None:
     """One has no pipelines, so that up to LAMPORT_TOKENS it gets Lamport rows back, where the other one gets flags."""
     with connected(config(2048), PAIR, sms=4) as communicators:
-        communicators[1]._cache._ring_bytes = 0
+        communicators[1]._cache._pipelines = False
         for seed, (counts, split) in enumerate(product(COUNTS, (False, True))):
             check_round(communicators, make_inputs(communicators[0].cfg, counts, "zipf", seed), RoundOptions(split))
 
 
 def test_rows_that_are_too_long_for_pipelines_are_sent_without() -> None:
     with connected(config(8192), PAIR, sms=4) as communicators:
-        assert not any(one._cache._ring_bytes for one in communicators)
+        assert not any(one._cache._pipelines for one in communicators)
         check_round(communicators, make_inputs(communicators[0].cfg, [MOST, MOST], "uniform", 1))

@@ -47,7 +47,7 @@ def test_schedule(devices: list[str], groups: Groups, name: str) -> None:
     if case.streams and len(set(devices)) < len(devices):
         pytest.skip("ranks that share a GPU have one stream each")
     communicators = groups(config_of(case, len(devices)), devices, 1 + case.streams, sms=case.sms)
-    assert case.sms is None or all(communicator._cache._ring_bytes for communicator in communicators)
+    assert case.sms is None or all(communicator.ring_bytes for communicator in communicators)
     run_schedules(Run(communicators, case), seed=1)
 
 

@@ -24,9 +24,9 @@ from cute_ep.layouts.maps.routing import MAX_TOP_K
 from .host import host_mul_hi, run_map
 
 
-@pytest.mark.parametrize("warps", sorted({WARPS, WIDE_WARPS, CHUNK}))
+@pytest.mark.parametrize("warps", sorted({WARPS, WIDE_WARPS, CHUNK, 2 * CHUNK, 4 * CHUNK}))
 def test_spans_have_every_segment_of_every_token_once(warps: int) -> None:
-    """And spans beyond the last one have no tokens. Those of pipelines are chunks."""
+    """And spans beyond the last one have no tokens. Those of pipelines are some chunks."""
     cases = list(product(range(MAX_SLICES.bit_length()), (0, 1, 15, 33, 64), (1, 40, 28 * SEGMENT, 8192)))
     counts = [-(-(tokens << log2) // warps) + 3 for log2, tokens, _ in cases]
     given = [(number, *case) for case, count in zip(cases, counts, strict=True) for number in range(count)]
@@ -49,23 +49,26 @@ def test_spans_have_every_segment_of_every_token_once(warps: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("ctas", [1, 2, 5, 24])
 def test_pipelines_have_every_span_once(ctas: int, ranks: int, adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One each, of which one may have none; then those of tickets, which senders with the same turn share. Where
-    pipelines add up, every ranks-th does not send."""
+    """One each, of which one may have none; then those of tickets, which pipelines with the same turn share.
+    Where they add up, every ranks-th does not begin with spans."""
     monkeypatch.setattr(cute.arch, "mul_hi", host_mul_hi)
     pipelines, sources = ctas * PIPELINES, ranks - adds
-    schedule = PipelineSchedule(Region("", 0, 8, (1,), (1,)), RegionMap(16), lambda ctx: Boolean(adds))
+    schedule = PipelineSchedule(Region("", 0, 8, (1,), (1,)), RegionMap(16), True, lambda ctx: Boolean(adds))
     ctx = SimpleNamespace(ranks=Int32(ranks), by_ranks=Divisor(Int32(ranks), Uint32(-(-(2**32) // ranks) % 2**32)))
 
     def places(pipeline):
-        sender = schedule.senders_before(ctx, pipeline)
-        return Int32(schedule.sends(ctx, pipeline)), sender, schedule._turn(ctx, sender)
+        sender = schedule.sender(ctx, pipeline, Int32(pipelines))
+        return Int32(sender.begins), sender.number, sender.senders, sender.turn
 
-    sends, sender, turn = (
-        one.view(np.int32) for one in run_map(places, np.arange(pipelines, dtype=np.int32), outputs=3)
+    sends, sender, all_senders, turn = (
+        one.view(np.int32) for one in run_map(places, np.arange(pipelines, dtype=np.int32), outputs=4)
     )
     assert (sends == [not adds or number % ranks != ranks - 1 for number in range(pipelines)]).all()
+    senders, turns = int(sends.sum()), set(turn[sends != 0].tolist())
+    assert (all_senders == senders).all()
+    others = np.bincount(turn[sends == 0], minlength=1) if sources else np.zeros(1)
+    assert len(others) <= max(1, len(turns)) and others.max() - others.min() <= 1, "others may draw of each counter"
     sender, turn = sender[sends != 0], turn[sends != 0]
-    senders = len(sender)
     assert (sender == np.arange(senders)).all() and (not sources or (turn == sender % sources).all())
     for spans in (0, 1, senders - 1, senders, senders + 1, 3 * senders + 2) if senders else ():
 
@@ -76,7 +79,7 @@ def test_pipelines_have_every_span_once(ctas: int, ranks: int, adds: bool, monke
             return Int32(item_of(Int32(senders), ticket, Int32(min(sources, senders)), turn))
 
         (own,) = run_map(first, sender)
-        tickets = np.array(list(product(range(spans), sorted(set(turn.tolist())))), np.int32)
+        tickets = np.array(list(product(range(spans), sorted(turns))), np.int32)
         more = run_map(drawn, *tickets.T)[0].view(np.int32).tolist() if spans else []
         found = [item for item in [*own.view(np.int32).tolist(), *more] if item < spans]
         assert sorted(found) == list(range(spans)), spans

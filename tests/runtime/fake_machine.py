@@ -46,7 +46,7 @@ class Machine(FakeDriver):
         self.places = list(PLACES)
         fakes = {
             "check_gpu": lambda name, device: None,
-            "find_tuning": lambda *args, twins: None,
+            "find_tuning": lambda *args, ring_bytes: None,
             "load_kernels": lambda cfg, device, library, hooks, ring: self.take("kernels"),
             "unload_kernels": lambda kernels, device: self.made.remove(kernels),
             "Communicator": lambda parts, peers, release, **options: self.communicator(parts, peers, release),

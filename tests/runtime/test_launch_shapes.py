@@ -19,10 +19,10 @@ from cute_ep.layouts.maps.variants import COMBINE_MODES, DISPATCH_OPERATIONS, NO
 from cute_ep.runtime import parts
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.gpus import KEPT_BYTES, ring_bytes
-from cute_ep.runtime.launch_cache import PIPED_TOKENS, LaunchCache
+from cute_ep.runtime.launch_cache import LaunchCache
 from cute_ep.runtime.parts import load_kernels
 from cute_ep.tuning.builtin import built_in
-from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
+from cute_ep.tuning.launch_shape import MANY, PIPED_TOKENS, Entry, Tuning
 from tests.fake_gpu import CFG, MAX_CTAS, EveryVariant, Launch, Launches, MakeRank, expert_rows, inputs
 
 ONE_TUNING = Tuning(

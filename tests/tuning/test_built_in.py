@@ -8,11 +8,12 @@ from itertools import product
 import pytest
 
 from cute_ep.api.config import EPConfig
-from cute_ep.layouts.maps.arena import message_bytes
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MANY_SLICES, message_bytes
 from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.launch import RING_BYTES
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, RowOrder
 from cute_ep.tuning.builtin import COMBINE, DISPATCH, TABLE_CTAS, built_in
-from cute_ep.tuning.launch_shape import FAMILIES, MANY
+from cute_ep.tuning.launch_shape import FAMILIES, MANY, PIPED_TOKENS, Entry
 
 from .launch_tables import CFG
 
@@ -63,18 +64,39 @@ def test_where_ctas_have_twins_dispatch_has_tables_of_its_own(
 ) -> None:
     """senders: 0 where every twin sends."""
     cfg = EPConfig(7168, 256, 8, 4096, 2, fmt, row_order=order)
-    shape = built_in(cfg, sms, twins=True).shape("dispatch", tokens, sms, twins=True)
+    shape = built_in(cfg, sms, ring_bytes=RING_BYTES).shape("dispatch", tokens, sms, twins=True)
     assert (shape.grid, shape.receive_from, shape.slices) == (2 * sms, senders, slices)
 
 
 def test_tables_of_twins_are_for_all_rows() -> None:
-    """Of either order and of any length, which caps their slices; up to 2 tokens, and in combine, nothing changes."""
+    """Of either order and of any length, which caps their slices; up to 2 tokens nothing changes, nor in combine where
+    rows come home as Lamport rows. What pipelines carry has a flag for every four tokens where rows are long."""
     for order, fmt, hidden in product(("expert_major", "rank_major"), FORMATS, (128, 7168)):
         cfg = EPConfig(hidden, 256, 8, 4096, 2, fmt, row_order=order)
-        one, few, usual = (built_in(cfg, sms, twins=twins) for sms, twins in ((1, True), (24, True), (24, False)))
+        one, few, usual = (
+            built_in(cfg, sms, ring_bytes=ring) for sms, ring in ((1, RING_BYTES), (24, RING_BYTES), (24, 0))
+        )
         assert one.dispatch[1:] == few.dispatch[1:] != usual.dispatch[1:]
-        assert (few.dispatch[0], few.combine) == (usual.dispatch[0], usual.combine)
+        assert few.dispatch[0] == usual.dispatch[0]
+        for tokens in (1, 2, 32, 33, PIPED_TOKENS):
+            found, other = (tuning.entry("combine", tokens) for tuning in (few, usual))
+            assert replace(found, tokens=1) == replace(other, tokens=1)
+        assert few.entry("combine", PIPED_TOKENS + 1) == Entry(MANY, MANY, 0, MANY_SLICES if hidden > 128 else 1)
         assert hidden > 128 or all(entry.slices == 1 for entry in few.dispatch if entry.tokens > 2)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "most", "ring_bytes"),
+    [
+        pytest.param(7176, 4096, RING_BYTES, id="longer rows than pipelines carry"),
+        pytest.param(7168, LAMPORT_TOKENS, RING_BYTES, id="all rows are Lamport rows"),
+        pytest.param(7168, 4096, 99 << 10, id="too little memory"),
+    ],
+)
+def test_where_combine_has_no_pipelines_its_tables_are_as_without(hidden: int, most: int, ring_bytes: int) -> None:
+    cfg = EPConfig(hidden, 256, 8, most, 2)
+    few, usual = (built_in(cfg, 24, ring_bytes=ring) for ring in (ring_bytes, 0))
+    assert few.combine == usual.combine and few.dispatch != usual.dispatch
 
 
 @pytest.mark.parametrize(

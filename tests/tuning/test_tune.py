@@ -111,7 +111,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
         ctas = sms or TABLE_CTAS
         made.extend(
             SimpleNamespace(
-                cfg=cfg, tuning=None, max_ctas=ctas, twins=False, most_slices=lambda tokens: 32, closed=False
+                cfg=cfg, tuning=None, max_ctas=ctas, ring_bytes=0, most_slices=lambda tokens: 32, closed=False
             )
             for _ in devices
         )
