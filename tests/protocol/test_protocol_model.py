@@ -1,5 +1,5 @@
 """Exhaustive search of the models of the protocol, `ep_protocol.pml` within a node (docs/memory_model.md says what it
-shows) and `mail.pml` between nodes, with spin."""
+shows), `pipelines.pml` within a combine, and `mail.pml` between nodes, with spin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER, MODEL, MAIL = Path(__file__).parent, "ep_protocol.pml", "mail.pml"
+FOLDER, MODEL, MAIL, PIPELINES = Path(__file__).parent, "ep_protocol.pml", "mail.pml", "pipelines.pml"
 PAN_FLAGS = ("-w", "-DSAFETY", "-DMEMLIM=1000")
 QUICK_COMPILER = shutil.which("tcc") or "gcc"
 """tcc compiles a verifier in a hundredth of a second, gcc in half of one."""
@@ -181,6 +181,14 @@ HOLDS = [
     Case("N=3 NEAR PIECES=1 PARITIES=2", long=True, model=MAIL),
     Case("N=2 PARITIES=2 LATE_SOURCE", model=MAIL),
     Case("N=2 PARITIES=2 OTHER LATE_SOURCE ROUNDS=2", model=MAIL),
+    # Pipelines that add up: some send first, some draw spans while there is nothing to add up.
+    Case("N=2 SPANS=3", model=PIPELINES),
+    Case("N=2 RUNS=4", model=PIPELINES),
+    Case("N=2 SPANS=4 RUNS=2 ALONE", model=PIPELINES),
+    Case("N=2 PIPES=1 FIRST=3 SPANS=3", model=PIPELINES),
+    Case("N=3 PIPES=1 SPANS=2", model=PIPELINES),
+    Case("N=3 PIPES=2 SPANS=1", long=True, model=PIPELINES),
+    Case("N=3 PIPES=1 FIRST=3 SPANS=2 RUNS=1", long=True, model=PIPELINES),
 ]
 
 FAILS = [
@@ -282,6 +290,11 @@ FAILS = [
     Case("MUTANT=SENDS_AHEAD", STUCK, model=MAIL),
     Case("MUTANT=READ_FIRST", ASSERTION, model=MAIL),
     Case("MUTANT=FREE_BEFORE", ASSERTION, model=MAIL),
+    Case("MUTANT=HELD_SPAN", STUCK, model=PIPELINES),
+    Case("MUTANT=ONE_COUNTER", STUCK, model=PIPELINES),
+    Case("MUTANT=ONE_FLAG", STUCK, model=PIPELINES),
+    Case("MUTANT=UNAWAITED", ASSERTION, model=PIPELINES),
+    Case("MUTANT=WAITS_FIRST", STUCK, model=PIPELINES),
     # Two rounds are sent before the first is read.
     Case("MUTANT=ONE_LANDING PARITIES=2", ASSERTION, model=MAIL),
     Case("MUTANT=ONE_SOURCE PARITIES=2 LATE_SOURCE", ASSERTION, model=MAIL),
