@@ -76,12 +76,18 @@ class Suite:
         self.run |= {"ceilings": {}, "cases": [], "orders": [], "sweep": [], "sm_ceilings": []}
         self.run |= {"mirror": [], "swiglu": [], "peers": []}
 
-    def add_to(self, earlier: dict) -> None:
-        """Continue a run with further sections. ValueError: it is not of these GPUs, sources, kernels and versions."""
+    def add_to(self, earlier: dict, sections: Sequence[str]) -> None:
+        """Continue a run with further sections. ValueError: it is not of these GPUs, sources, kernels and versions, or
+        has a section, or one of its peers, already."""
         before, now = earlier["machine"], self.run["machine"]
         for name in before.keys() | now.keys():
             if name not in ("command", "date") and before.get(name) != now.get(name):
                 raise ValueError(f"the run in {self.folder} is of {name} {before.get(name)}, this one {now.get(name)}")
+        again = [name for name in sections if name in earlier["gpu_state"] and name != "peers"]
+        if "peers" in sections:
+            again += [peer for peer in self.peers if any(row["peer"] == peer for row in earlier["peers"])]
+        if again:
+            raise ValueError(f"the run in {self.folder} has {', '.join(again)} already: leave that out")
         command = " && ".join([before["command"], now["command"]])
         self.run = earlier | {"machine": before | {"command": command}}
 
@@ -242,7 +248,7 @@ def main() -> int:
     suite = Suite(devices, folder, args.library, args.quick, console, args.commit, args.packages, others)
     if args.add:
         try:
-            suite.add_to(json.loads((folder / RUN).read_text()))
+            suite.add_to(json.loads((folder / RUN).read_text()), chosen)
         except (OSError, ValueError) as error:
             parser.error(f"add: {error}")
     suite.say(describe_devices(devices))

@@ -126,7 +126,8 @@ def check_that_more_can_be_added(made: suite.Suite, content: dict) -> None:
     """Sections of another call, where nothing but that has changed; ceilings are not measured again."""
     known = example_run()["peers"][:1]
     more = suite.Suite(["cpu"], made.folder, None, True, made.console, "feed" * 10, others=("deepep_v2",))
-    more.add_to(deepcopy(content) | {"ceilings": content["ceilings"] | {"flag": 7.0}, "peers": known})
+    earlier = deepcopy(content) | {"ceilings": content["ceilings"] | {"flag": 7.0}, "peers": known}
+    more.add_to(earlier, ("peers",))
     suite.run_suite(more, ("peers",))
     both = json.loads((made.folder / suite.RUN).read_text())
     assert both["cases"] == content["cases"] and both["ceilings"]["flag"] == 7.0
@@ -134,7 +135,10 @@ def check_that_more_can_be_added(made: suite.Suite, content: dict) -> None:
     assert both["peers"] == known and both["notes"][:-1] == content["notes"]
     assert both["notes"][-1].startswith("deepep_v2: failed")
     with pytest.raises(ValueError, match="is of commit feedf"):
-        suite.Suite(["cpu"], made.folder, None, True, made.console, "dead" * 10).add_to(content)
+        suite.Suite(["cpu"], made.folder, None, True, made.console, "dead" * 10).add_to(content, ("peers",))
+    with pytest.raises(ValueError, match=f"has sweep, {known[0]['peer']} already"):
+        more.peers = [known[0]["peer"]]
+        more.add_to(earlier | {"gpu_state": {"sweep": [], "peers": []}}, ("sweep", "peers"))
 
 
 def test_a_run_tells_which_kernels_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
