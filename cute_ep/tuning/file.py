@@ -83,8 +83,8 @@ def write_tables(tables: Tables) -> None:
 
 
 def find_tuning(cfg: EPConfig, gpu: str, gpus: int, ctas: int, *, ring_bytes: int = 0) -> Tuning:
-    """The user's tables for `cfg` on `gpus` GPUs called `gpu`, with so many CTAs a rank; those of `built_in`
-    where there are none."""
+    """The user's tables for `cfg` on `gpus` GPUs called `gpu`, with so many CTAs a rank; those of `built_in`, with
+    its `ring_bytes`, where there are none."""
     tables = read_tables()
     settings = {family: Setting.of(family, cfg, gpu, gpus, ctas) for family in FAMILIES}
     built = built_in(cfg, ctas, ring_bytes=ring_bytes)
