@@ -286,13 +286,13 @@ def _indexable(field: torch.Tensor) -> torch.Tensor:
     return field.view(torch.uint8) if field.dtype.itemsize == 1 else field
 
 
-@no_modes()
 def _header_of(source: Source) -> list[int]:
     """The words of `HeaderWord`: rows in one slice, of an unknown round."""
     messages = pack_messages(0, int(source.router_weights is not None))
     return [source.tokens, messages, 0, pack_returns(0, int(source.tokens > LAMPORT_TOKENS))]
 
 
+@no_modes()
 def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatched:
     """The output of `dispatch` of one rank, from every rank's source (with `skip_a2a` only its own is read)."""
     own = sources[rank]

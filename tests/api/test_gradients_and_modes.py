@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -11,9 +11,12 @@ import torch
 
 import cute_ep
 from cute_ep import EPCommunicator, connect_local, fused_silu, quantize
+from cute_ep.api.buffers import tensors_of
+from cute_ep.api.calls import DispatchInput
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.types import FormatName, SwigluFormat
 from cute_ep.layouts.maps.variants import COMBINE_MODES
+from cute_ep.reference.dispatch import dispatch, encode_source, receive
 
 from .one_rank import ONE_RANK, inputs_of, random
 
@@ -199,6 +202,13 @@ MODES: dict[str, Callable[[], Any]] = {
 }
 
 
+def assert_same(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    """Types and bits, and that nothing requires a gradient."""
+    for one, other in zip(got, wanted, strict=True):
+        assert one.dtype == other.dtype and not one.requires_grad
+        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
 def everything(fmt: FormatName) -> list[torch.Tensor]:
     """All that a round of two ranks in a format, `quantize` and `fused_silu` compute from the same random numbers."""
     torch.manual_seed(3)
@@ -227,6 +237,25 @@ def test_modes_change_neither_bytes_nor_types_on_the_cpu(mode: str, fmt: FormatN
     wanted = everything(fmt)
     with MODES[mode]():
         got = everything(fmt)
-    for one, other in zip(got, wanted, strict=True):
-        assert one.dtype == other.dtype and not one.requires_grad
-        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4_row"])
+def test_functions_of_the_reference_compute_the_same_in_any_mode(mode: str, fmt: FormatName) -> None:
+    """Called as they are, without a communicator that hides the mode from them."""
+    cfg = replace(TWO_RANKS, dispatch_format=fmt)
+    given = [DispatchInput(*inputs_of(cfg)) for _ in range(2)]
+
+    def everything() -> list[torch.Tensor]:
+        sources = [encode_source(cfg, one) for one in given]
+        every = [receive(cfg, 0, dict(enumerate(sources)))]
+        xs, ids, weights = ([getattr(one, name) for one in given] for name in ("x", "topk_ids", "router_weights"))
+        every += dispatch(cfg, xs, ids, router_weights=weights)
+        made = [sources[0].rows.payload, *(one for batch in every for one in tensors_of(batch.buffers).values())]
+        return [one for one in made if one is not None]
+
+    wanted = everything()
+    with MODES[mode]():
+        got = everything()
+    assert_same(got, wanted)
