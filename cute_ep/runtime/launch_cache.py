@@ -27,18 +27,9 @@ from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.config import EPConfig
 from cute_ep.api.tensors import check_apart, end_of
 from cute_ep.api.validate import check_buffers
-from cute_ep.layouts.maps.arena import (
-    LAMPORT_TOKENS,
-    MANY_SLICES,
-    MAX_SLICES,
-    has_whole_segments,
-    pack_returns,
-)
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MANY_SLICES, MAX_SLICES, has_whole_segments, pack_returns
 from cute_ep.layouts.maps.arguments import Grid, Scales, SharedExpert
-from cute_ep.layouts.maps.launch import (
-    PIPED_THREADS,
-    WIDE_THREADS,
-)
+from cute_ep.layouts.maps.launch import PIPED_THREADS, WIDE_THREADS
 from cute_ep.layouts.maps.scales import scale_block
 from cute_ep.layouts.maps.variants import PIPED_SUFFIX
 from cute_ep.runtime.arguments import output_record, scales_record, shared_record

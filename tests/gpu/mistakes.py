@@ -253,7 +253,7 @@ MUTANTS = {
         "combines on few SMs",
         (Edit("kernels/combine/produce.py", "if ~there & (item < spans):", "if drains & (item < spans):"),),
     ),
-    # of a long span only the first chunk is signalled
+    # of a long span only the first chunk is signaled
     "PIPED_ONE_FLAG": Mutant(
         "combines on few SMs",
         (
