@@ -103,7 +103,7 @@ class Consumer:
         elif cutlass.const_expr(self.params.partial):
             self._add(ctx, tPart, header.weight, rSum)
             if header.has(Mark.LAST):
-                self._round(send, tPart, header.home, rSum)
+                self._round(ctx, send, tPart, header.home, rSum)
             if cutlass.const_expr(self.params.adds):
                 if header.has(Mark.OWN_END):
                     self._end_own(tPart, header, rSum)
@@ -154,7 +154,7 @@ class Consumer:
         """The sum of a token to the output."""
         if self.params.recv.is_plain(ctx, token):
             out = row_address(ctx.sums.out, token, Int64(ctx.group.hidden) * COMBINE_ITEMSIZE)
-            self._round(plain, tPart, out, rSum)
+            self._round(ctx, plain, tPart, out, rSum)
         else:
             for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
                 if tPart.left > segment * SEGMENT:
@@ -162,14 +162,19 @@ class Consumer:
             rSum.fill(0.0)
 
     @cute.jit
-    def _round(self, store: cutlass.Constexpr, tPart: Part, home: Int64, rSum: cute.Tensor) -> None:
+    def _round(
+        self, ctx: CombineContext, store: cutlass.Constexpr, tPart: Part, home: Int64, rSum: cute.Tensor
+    ) -> None:
         """A token's sum, rounded, to a row; the next one begins with 0. Its words are never SENTINEL, since a NaN is
         rounded to 0x7FFF."""
         rX = cute.make_rmem_tensor((WORDS, CONSUMER_SEGMENTS), Uint32)
         tHome = self._home(tPart, home)
         for segment in cutlass.range_constexpr(CONSUMER_SEGMENTS):
             round_vector(rSum[None, segment], rX[None, segment], BFloat16)
-            move(store, rX, tHome, turns=[segment])
+        if tPart.is_whole(ctx):
+            move(store, rX, tHome.whole())
+        else:
+            move(store, rX, tHome)
         rSum.fill(0.0)
 
     @cute.jit

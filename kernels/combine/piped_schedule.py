@@ -1,7 +1,7 @@
 """Which spans a pipeline sends, and whose tokens it adds up.
 
 The first span of a pipeline is scheduled statically, further ones among the pipelines of the same turn, which have a
-counter; runs of tokens, as many as a warp has lanes for their entries, among all of a launch.
+counter; runs of tokens among all of a launch.
 
 Where pipelines add up, a launch sends its own rank nothing, and every ranks-th pipeline begins to add up at once, which
 takes as long as the others send where rows are alike everywhere: links and SMs work at the same time. If its next run
@@ -33,6 +33,10 @@ the rows of exact sums hide. With spans of 4, 8 and 16 tokens, 4096 take 352, 33
 LOOKS, FEW_LOOKS, FEW_CTAS = 160, 16, 32
 """Looks for a run before a pipeline sends a span instead; fewer for partial sums on few SMs, which do not fill the
 links: 1024 tokens take 102 us on 24 SMs, with LOOKS 107; on 44 SMs 82.8 and 80.4 (2 x H200, 2026-11-27)."""
+RUNS = 4
+"""Runs for each pipeline below which they become shorter. With as many tokens as a warp has lanes for, and with at
+least 4, 8 and 16 runs, partial sums of 1024 tokens take 102, 98.5, 103 and 103 us on 24 SMs, on 44 SMs 83.9, 70.4, 70.4
+and 70.3; of 4096 tokens 332, 333, 333 and 334, and 215, 216, 213 and 232 (2 x H200, 2026-11-27)."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,13 @@ class PipelineSchedule(CombineSchedule):
         if not self.partial:
             return Int32(LOOKS)
         return cutlass.select_(ctx.grid.send_ctas <= FEW_CTAS, Int32(FEW_LOOKS), Int32(LOOKS))
+
+    def run(self, ctx: CombineContext) -> Int32:
+        """Tokens of a run: as many as a warp has lanes for their entries, or fewer, so that pipelines have RUNS; at
+        least one."""
+        _, most = ctx.by_top_k.split(Int32(32))
+        share = Int32(Uint32(ctx.sums.tokens) // Uint32(ctx.grid.send_ctas * (PIPELINES * RUNS)))
+        return cutlass.max(cutlass.min(share, most), Int32(1))
 
     def due(self, ctx: CombineContext, slices: Int32) -> Int32:
         """None for the own rank where pipelines add up."""

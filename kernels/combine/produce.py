@@ -70,7 +70,7 @@ class Producer:
         """
         adds_up = self.params.adds_up(ctx)
         tokens = cutlass.select_(adds_up, ctx.sums.tokens, Int32(0))
-        _, run = ctx.by_top_k.split(Int32(32))
+        run = self.schedule.run(ctx)
         _, mine = ctx.by_top_k.split(ctx.lane)
         token, asked_run = cutlass.select_(adds_up, Int32(NO_RUN), Int32(0)), Int32(0)
         owner, row, weight = Int32(NO_ROW), Int32(NO_ROW), Float32(0.0)

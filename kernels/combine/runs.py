@@ -1,8 +1,9 @@
 """Runs of own tokens, which pipelines add up: what belongs to them, whether it is there, and in which order its rows
 come through the ring.
 
-A run has as many tokens as a warp has lanes for their entries. Its rows come token by token: of exact sums in the order
-of the entries, of partial sums first the own rank's rows, then what other ranks have sent, in ascending order.
+A run has at most as many tokens as a warp has lanes for their entries. Its rows come token by token: of exact sums in
+the order of the entries, of partial sums first the own rank's rows, then what other ranks have sent, in ascending
+order.
 """
 
 from __future__ import annotations
