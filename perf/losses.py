@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from perf.cases import MAIN
 from perf.peer_list import CHAINED, PEERS
 from perf.peer_tables import fastest_ways, name_of
-from perf.values import by_point, exact_pairs, faster, medians, ranked_pairs, ratio, swiglu_key
+from perf.values import (
+    budget_times,
+    by_point,
+    exact_pairs,
+    faster,
+    medians,
+    queued,
+    ranked_pairs,
+    ratio,
+    swiglu_key,
+)
 
 WORST = 1
 """Operations farthest from their floor that the text names."""
@@ -76,12 +86,6 @@ def lost_to(case: str, rows: Iterable[dict], operation: str, own: Mapping[tuple[
     yield from (Loss(case, name, tuple(sorted(points))) for name, points in found.items())
 
 
-def queued(rows: Iterable[dict]) -> list[dict]:
-    """Pairs without a graph whose host time is known: what takes longer counts, the GPUs or the host that queues."""
-    known = (row for row in rows if row["operation"] == CHAINED and "host_us" in row)
-    return [row | {"p50_us": max(row["p50_us"], row["host_us"])} for row in known]
-
-
 def losses(run: dict) -> Iterator[Loss]:
     """Where another library is faster: pairs with either combine and without a graph, operations on at least as many
     SMs as it takes, SwiGLU."""
@@ -92,13 +96,8 @@ def losses(run: dict) -> Iterator[Loss]:
     yield from lost_to(UNQUEUED, queued(run["peers"]), CHAINED, own)
     for sms in sorted({peer.sms for peer in PEERS.values() if peer.sms is not None}):
         theirs = [row for row in run["peers"] if PEERS[row["peer"]].sms == sms]
-        budget = min((case["sms"] for case in run["sweep"] if case["sms"] >= sms), default=sms)
         for operation, ours in (("dispatch", "dispatch"), ("combine", "combine_partial")):
-            own = {
-                (case["tokens"], case["format"]): case["p50_us"]
-                for case in run["sweep"]
-                if (case["sms"], case["operation"]) == (budget, ours)
-            }
+            budget, own = budget_times(run, ours, sms)
             yield from lost_to(f"{ours.replace('_', ' ')}, {sms} SMs (ours {budget})", theirs, operation, own)
     own = {swiglu_key(row): row["p50_us"] for row in run["swiglu"]}
     taken = " of another run" if {"swiglu", "compiled"} & set(run.get("taken_from", ())) else ""

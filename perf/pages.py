@@ -1,4 +1,4 @@
-"""The documents on speed as text: the README's headline and section, docs/performance.md, a table of kept runs."""
+"""The documents on speed as text: the README's section, docs/performance.md, a table of kept runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from perf.tables import (
     software_text,
     taken_text,
 )
-from perf.values import TIE, exact_pairs, faster, medians, ranked_pairs
+from perf.values import TIE, exact_pairs, medians, ranked_pairs
 
 PLOTS = {
     "peers": "Pairs by tokens, with NCCL and DeepEP",
@@ -37,7 +37,6 @@ PLOTS = {
 """Plot -> what it shows, for those who do not see it. The first is of every run that has other libraries, the second
 of the main one."""
 README_TOKENS = (1, 16, 128, 1024, 4096)
-HEADLINE_TOKENS = (1, 128, 4096)
 TIMES_TEXT = "Dispatch and then combine: p50 in us of CUDA-graph replay with warm caches, slowest GPU, all SMs"
 TIES = f"differences below {TIE:.0%} are ties"
 STANDING_TEXT = (
@@ -61,37 +60,6 @@ class Places(NamedTuple):
         results, docs = root / "perf" / "results", root / "docs"
         pages = (docs / f"{name}.md" for name in ("performance", "adapters"))
         return cls(results, results / "README.md", root / "README.md", *pages)
-
-
-def headline(run: dict) -> str:
-    """How much faster than what, in a few sentences; "" without pairs or peers."""
-    partial, exact = medians(run, "pair"), exact_pairs(run)
-    points = [(tokens, "bf16") for tokens in HEADLINE_TOKENS if (tokens, "bf16") in partial]
-    if not points or not run["peers"]:
-        return ""
-
-    def times(own: Mapping[tuple[int, str], float]) -> str:
-        return " / ".join(f"{own[point]:.{1 if own[point] < 100 else 0}f}" for point in points)
-
-    def shares(own: Mapping[tuple[int, str], float], family: str) -> str:
-        theirs = ((fastest(run, family, point), own[point]) for point in points)
-        return " / ".join("-" if row is None else f"{row['p50_us'] / ours:.1f}" for row, ours in theirs)
-
-    gpus = list(run["machine"]["gpus"].values())
-    sizes = " / ".join(str(tokens) for tokens, _ in points)
-    note = "" if medians(run, "pair_exact") else " (sum of a dispatch and a combine timed separately)"
-    largest = points[-1]
-    theirs = {name: fastest(run, name, largest) for name in FAMILIES}
-    lost = [name for name, row in theirs.items() if row is not None and faster(row["p50_us"], exact[largest])]
-    warning = f", so with {largest[0]} tokens it loses to {' and '.join(lost)}" if lost else ""
-    return (
-        f"On {len(gpus)} x {gpus[0]} (hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, {sizes} BF16 "
-        f"tokens per rank) a dispatch and a combine take {times(partial)} us: "
-        f"{shares(partial, 'NCCL')} times as fast as the fastest NCCL collectives in the same run, "
-        f"{shares(partial, 'DeepEP')} times as fast as DeepEP V1. Mode `exact`{note}, for sums that do not depend on "
-        f"where experts are, takes {times(exact)} us: {shares(exact, 'NCCL')} and {shares(exact, 'DeepEP')} times as "
-        f"fast{warning}. [Speed](#speed) has the conditions."
-    )
 
 
 def commas(times: Iterable[float]) -> str:

@@ -12,8 +12,9 @@ import argparse
 from pathlib import Path
 
 from perf import adapters, plots
+from perf.headline import headline
 from perf.model import fit_for
-from perf.pages import Places, catalogue_table, headline, more_page, plots_of, section
+from perf.pages import Places, catalogue_table, more_page, plots_of, section
 from perf.runs import RUN_HELP, keep_run, kept_text, read_kept, read_run, refusal
 from perf.values import mirror_bias
 

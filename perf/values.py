@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from perf.cases import MAIN
+from perf.peer_list import CHAINED
 from perf.runs import commit_of, shares_gpus
 
+Times: TypeAlias = dict[tuple[int, str], float]
+"""(tokens of a rank, format) -> microseconds."""
 TIE = 0.01
 """A smaller share is no difference."""
 
@@ -30,8 +34,8 @@ def ratio(case: dict) -> float:
     return case["p50_us"] / case["floor_us"]
 
 
-def medians(run: dict, operation: str, of: str = "p50_us") -> dict[tuple[int, str], float]:
-    """(tokens, format) -> microseconds of an operation of the main shape, uniform routing."""
+def medians(run: dict, operation: str, of: str = "p50_us") -> Times:
+    """What there is `of` an operation of the main shape, uniform routing."""
     return {
         (case["tokens"], case["format"]): case[of]
         for case in run["cases"]
@@ -39,8 +43,8 @@ def medians(run: dict, operation: str, of: str = "p50_us") -> dict[tuple[int, st
     }
 
 
-def ranked_pairs(run: dict) -> dict[tuple[int, str], float]:
-    """(tokens, format) -> microseconds of a partial pair of rows by source rank, as other libraries have them."""
+def ranked_pairs(run: dict) -> Times:
+    """A partial pair of rows by source rank, as other libraries have them."""
     return {
         (one["tokens"], one["format"]): one["p50_us"]
         for one in run["orders"]
@@ -48,7 +52,20 @@ def ranked_pairs(run: dict) -> dict[tuple[int, str], float]:
     }
 
 
-def exact_pairs(run: dict) -> dict[tuple[int, str], float]:
+def budget_times(run: dict, operation: str, sms: int) -> tuple[int, Times]:
+    """The least number of SMs, at least `sms`, on which a run has measured itself, and its times of an operation."""
+    budget = min((case["sms"] for case in run["sweep"] if case["sms"] >= sms), default=sms)
+    cases = (case for case in run["sweep"] if (case["sms"], case["operation"]) == (budget, operation))
+    return budget, {(case["tokens"], case["format"]): case["p50_us"] for case in cases}
+
+
+def queued(rows: Iterable[dict]) -> list[dict]:
+    """Pairs without a graph whose host time is known: what takes longer counts, the GPUs or the host that queues."""
+    known = (row for row in rows if row["operation"] == CHAINED and "host_us" in row)
+    return [row | {"p50_us": max(row["p50_us"], row["host_us"])} for row in known]
+
+
+def exact_pairs(run: dict) -> Times:
     """`medians` of dispatch and exact combine: measured as pairs, or else the sums of two that were measured alone."""
     dispatch, combine = medians(run, "dispatch"), medians(run, "combine_exact")
     sums = {key: dispatch[key] + time for key, time in combine.items() if key in dispatch}

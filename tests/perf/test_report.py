@@ -67,7 +67,9 @@ def test_report_keeps_runs_and_writes_documents(tmp_path: Path, monkeypatch: pyt
         "h200x2-latency.svg",
     }
     once, more, catalogue = readme.read_text(), page.read_text(), (results / "README.md").read_text()
-    assert once.startswith("before\n<!-- headline:begin -->\nOn 2 x NVIDIA H200") and once.endswith("\nafter\n")
+    assert once.startswith(
+        "before\n<!-- headline:begin -->\nA dispatch and a combine on 2 x NVIDIA H200"
+    ) and once.endswith("\nafter\n")
     assert "old" not in once + catalogue and once.count("<!-- perf:end -->") == 1
     assert "](docs/performance.md)" in once and "](perf/results/h200x2-peers.svg)" in once
     assert more.count("## h200x2: 2 x NVIDIA H200") == 1 and "](../perf/results/h200x2.json)" in more

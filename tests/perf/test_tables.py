@@ -176,35 +176,6 @@ def test_mirrored_times_are_corrected_by_what_is_known() -> None:
     assert values.mirror_bias(later, [later, other]) == [], "of another kind of GPU"
 
 
-def test_the_headline_has_times_and_the_fastest_peers() -> None:
-    def case(operation: str, tokens: int, p50_us: float) -> dict:
-        about = {"shape": MAIN.text, "routing": "uniform", "format": "bf16"}
-        return about | {"operation": operation, "tokens": tokens, "p50_us": p50_us}
-
-    run = example_run()
-    times = {"pair": (10.0, 40.0, 900.0), "pair_exact": (12.5, 60.0, 1600.0)}
-    run["cases"] = [
-        case(name, tokens, time)
-        for name, every in times.items()
-        for tokens, time in zip((1, 128, 4096), every, strict=True)
-    ]
-    run["peers"] = [
-        {"peer": peer, "format": fmt, "operation": "pair", "tokens": tokens, "p50_us": time}
-        for peer, fmt, every in (
-            ("nccl_ag_rs", "bf16", (15.0, 80.0, 1200.0)),
-            ("nccl_all_to_all", "bf16", (30.0, 90.0, 5000.0)),
-            ("deepep_normal", "bf16", (60.0, 100.0, 1800.0)),
-            ("deepep_low_latency", "fp8", (1.0, 1.0, 1.0)),
-        )
-        for tokens, time in zip((1, 128, 4096), every, strict=True)
-    ]
-    text = pages.headline(run)
-    assert "take 10.0 / 40.0 / 900 us" in text and "1.5 / 2.0 / 1.3 times as fast" in text
-    assert "6.0 / 2.5 / 2.0 times as fast as DeepEP" in text and "takes 12.5 / 60.0 / 1600 us" in text
-    assert "with 4096 tokens it loses to NCCL." in text and "timed separately" not in text
-    assert pages.headline(run | {"peers": []}) == ""
-
-
 def test_tables_say_which_kernels_at_which_clocks_were_measured() -> None:
     run = example_run()
     assert tables.provenance_text(run) == "" and tables.versions_text(run) == "Other libraries: versions not recorded."
