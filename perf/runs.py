@@ -105,10 +105,15 @@ def read_run(path: Path) -> dict:
 
 
 def read_kept(results: Path = RESULTS) -> dict[str, dict]:
-    """The kept runs by name, those with most GPUs first, of these the newest."""
+    """The kept runs by name, the newest first, of the same day the one with most GPUs."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
     runs = {name: read_run(results / f"{name}.json") for name, content in found.items() if "ceilings" in content}
-    order = sorted(runs, key=lambda name: (len(runs[name]["machine"]["gpus"]), runs[name]["machine"]["date"]))
+
+    def place(name: str) -> tuple[str, int, str]:
+        machine = runs[name]["machine"]
+        return machine["date"][:10], len(machine["gpus"]), machine["date"]
+
+    order = sorted(runs, key=place)
     return {name: runs[name] for name in reversed(order)}
 
 
