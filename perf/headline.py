@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 from perf.cases import MAIN
 from perf.cells import markdown, time_cell
 from perf.peer_list import CHAINED, FAMILIES, NORMAL_SMS, PEERS
-from perf.values import Times, budget_times, exact_pairs, faster, medians, queued
+from perf.values import Times, budget_times, exact_pairs, faster, medians, queued, ranked_pairs
 
 TOKENS = (1, 128, 1024, 4096)
 FORMAT = "bf16"
@@ -20,33 +21,38 @@ class Condition(NamedTuple):
     """How pairs are called.
 
     Attributes:
-        name: of the column.
-        ours: times of the default mode.
+        ours: columns with times of the default mode, by name.
         theirs: of the fastest library.
+        note: what else to know.
     """
 
-    name: str
-    ours: Times
+    ours: Mapping[str, Times]
     theirs: Found
+    note: str
 
 
 def headline(run: dict) -> str:
     """A table of pairs, and how mode `exact` stands to the same libraries; "" without pairs or peers."""
-    shown = [one for one in conditions(run) if one.ours]
+    measured = [one._replace(ours={name: own for name, own in one.ours.items() if own}) for one in conditions(run)]
+    shown = [one for one in measured if one.ours]
     if not shown or not run["peers"]:
         return ""
     rows = []
     for tokens in TOKENS:
-        cells = [(time_cell(one.ours.get((tokens, FORMAT))), _their_cell(one.theirs.get(tokens))) for one in shown]
-        rows.append((str(tokens), *(cell for pair in cells for cell in pair)))
-    head = ("tokens per rank", *(name for one in shown for name in (one.name, "fastest other")))
+        cells = [
+            [*(time_cell(own.get((tokens, FORMAT))) for own in one.ours.values()), _their_cell(one.theirs.get(tokens))]
+            for one in shown
+        ]
+        rows.append((str(tokens), *chain(*cells)))
+    head = ("tokens per rank", *chain(*([*one.ours, "fastest other"] for one in shown)))
     gpus = list(run["machine"]["gpus"].values())
+    notes = [one.note for one in shown if one.note]
     parts = [
         f"A dispatch and a combine on {len(gpus)} x {gpus[0]}, in us: BF16 tokens of {MAIN.hidden} elements, "
         f"{MAIN.num_experts} experts, top-{MAIN.top_k}, the default mode, each beside the fastest other library of the "
         "same run.",
         markdown(head, [row for row in rows if any(row[1:])]).strip(),
-        " ".join(filter(None, (_words(shown), _exact_text(run), "[Speed](#speed) has the conditions."))),
+        " ".join(filter(None, (*notes, _exact_text(run), "[Speed](#speed) has the conditions."))),
     ]
     return "\n\n".join(parts)
 
@@ -57,24 +63,21 @@ def conditions(run: dict) -> list[Condition]:
     sms, combine = budget_times(run, "combine_partial", NORMAL_SMS)
     few = {key: dispatch[key] + time for key, time in combine.items() if key in dispatch}
     limited = [row for row in run["peers"] if PEERS[row["peer"]].sms == NORMAL_SMS]
-    unqueued = medians({"cases": queued(run["cases"])}, CHAINED)
-    return [
-        Condition(f"{sms} SMs", few, _fastest(_sums(limited))),
-        Condition("all SMs", medians(run, "pair"), _fastest(_of(run["peers"], "pair"))),
-        Condition("no graph", unqueued, _fastest(queued(run["peers"]))),
-    ]
-
-
-def _words(shown: Iterable[Condition]) -> str:
-    words = {
-        "SMs": "On few SMs others are those that can be given a number of them; a dispatch and a combine were timed "
-        "alone and added.",
-        "graph": "Without a graph the longer of the GPUs' and the host's time counts.",
-    }
-    names = [one.name for one in shown]
-    return " ".join(
-        text for end, text in words.items() if any(name.endswith(end) and not name.startswith("all") for name in names)
+    unqueued, ranked = medians({"cases": queued(run["cases"])}, CHAINED), ranked_pairs(run)
+    alone = (
+        "On few SMs a dispatch and a combine were timed alone and added, and others are those that can be given SMs."
     )
+    order = "Others leave rows by source rank, as `rank_major` does; by default a grouped matmul can take ours."
+    longer = "Without a graph the longer of the GPUs' and the host's time counts."
+    return [
+        Condition({f"{sms} SMs": few}, _fastest(_sums(limited)), alone),
+        Condition(
+            {"all SMs": medians(run, "pair"), "`rank_major`": ranked},
+            _fastest(_of(run["peers"], "pair")),
+            order if ranked else "",
+        ),
+        Condition({"no graph": unqueued}, _fastest(queued(run["peers"])), longer),
+    ]
 
 
 def _exact_text(run: dict) -> str:

@@ -37,6 +37,7 @@ def run_of_all_kinds() -> dict:
             ("dispatch", 4096, 1100 * share),
         )
     ]
+    run["orders"] = [case("pair", 1, 9.0, order="rank_major"), case("pair", 128, 1.0, order="blocks")]
     run["peers"] = [
         peer("nccl_ag_rs", "pair", 1, 15.0),
         peer("nccl_ag_rs_windows", "pair", 1, 14.0),
@@ -58,26 +59,28 @@ def test_pairs_stand_beside_the_fastest_library_of_each_condition() -> None:
     """On few SMs halves are added; without a graph the longer of two times counts; of other formats nothing."""
     text = headline(run_of_all_kinds())
     table = (
-        "| tokens per rank | 24 SMs | fastest other | all SMs | fastest other | no graph | fastest other |\n"
-        "|---|---|---|---|---|---|---|\n"
-        "| 1 |  |  | 10.0 | 14.0 (NCCL) | 30.0 | 44.0 (DeepEP) |\n"
-        "| 128 | 100.0 | 117.5 (DeepEP) | 40.0 |  |  |  |\n"
-        "| 4096 |  |  | 900.0 | 1200.0 (NCCL) | 905.0 |  |\n"
+        "| tokens per rank | 24 SMs | fastest other | all SMs | `rank_major` | fastest other "
+        "| no graph | fastest other |\n"
+        "|---|---|---|---|---|---|---|---|\n"
+        "| 1 |  |  | 10.0 | 9.0 | 14.0 (NCCL) | 30.0 | 44.0 (DeepEP) |\n"
+        "| 128 | 100.0 | 117.5 (DeepEP) | 40.0 |  |  |  |  |\n"
+        "| 4096 |  |  | 900.0 |  | 1200.0 (NCCL) | 905.0 |  |\n"
     )
     assert (
         text.startswith("A dispatch and a combine on 2 x NVIDIA H200, in us: BF16 tokens of 7168 elements")
         and table in text
     )
-    assert "On few SMs" in text and "Without a graph the longer" in text
+    assert "On few SMs" in text and "as `rank_major` does" in text and "Without a graph the longer" in text
     assert "takes 1600 us with 4096 tokens on all SMs, so it loses to NCCL." in text
 
 
 def test_conditions_that_were_not_measured_have_no_columns() -> None:
     run = run_of_all_kinds()
-    text = headline(run | {"sweep": [], "cases": [one for one in run["cases"] if one["operation"] == "pair"]})
+    pairs = [one for one in run["cases"] if one["operation"] == "pair"]
+    text = headline(run | {"sweep": [], "orders": [], "cases": pairs})
     assert "| tokens per rank | all SMs | fastest other |\n" in text
-    assert not any(words in text for words in ("few SMs", "Without a graph", "exact"))
-    assert headline(run | {"peers": []}) == "" == headline(run | {"cases": [], "sweep": []})
+    assert not any(words in text for words in ("few SMs", "rank_major", "Without a graph", "exact"))
+    assert headline(run | {"peers": []}) == "" == headline(run | {"cases": [], "sweep": [], "orders": []})
 
 
 @pytest.mark.parametrize(("theirs", "lost"), [(99.0, True), (99.01, False), (100.0, False), (101.0, False)])
