@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cute_ep.bench.ceilings import Ceilings
 from perf import node_pages
 from perf.cases import MAIN, QUICK_FORMATS
-from perf.cells import markdown, partial_name, time_cell
+from perf.cells import by_tokens, markdown, partial_name, time_cell
 from perf.losses import BYTES_TOKENS, PARTIAL, Loss, change_of, farthest_text, losses
 from perf.model import PREDICTED_TOKENS, elsewhere_table, fit_for, summary_text
 from perf.peer_list import CHAINED, FAMILIES, PEERS
@@ -62,32 +62,26 @@ class Places(NamedTuple):
         return cls(results, results / "README.md", root / "README.md", *pages)
 
 
-def commas(times: Iterable[float]) -> str:
-    """Microseconds as they stand in a sentence or a cell."""
-    return ", ".join(f"{time:.1f}" for time in times)
-
-
 def conditions_text(run: dict) -> str:
-    """BF16 pairs under other conditions; "" where none were measured."""
-    times = {operation: medians(run, operation) for operation in CONDITIONS}
-    found = sorted(key for key in set.intersection(*map(set, times.values())) if key[1] == "bf16")
-    if not found:
-        return ""
-    words = {"pair": "as above", "pair_apart": "with another kernel before each launch, its time taken off,"}
-    words["pair_roomy"] = "with output buffers of the default size"
-    cells = (f"{words[name]} {commas(own[key] for key in found)}" for name, own in times.items())
-    return f"BF16 partial pairs of {', '.join(str(key[0]) for key in found)} tokens: {'; '.join(cells)} us."
+    """BF16 pairs under other conditions, and of rows as others have them; "" where none were measured."""
+    words = {
+        "pair": "as above",
+        "pair_apart": "with another kernel before each launch, its time taken off",
+        "pair_roomy": "with output buffers of the default size",
+    }
+    times = {words[operation]: medians(run, operation) for operation in CONDITIONS}
+    times["rows by source rank, as others have them"] = ranked_pairs(run)
+    others = [own for name, own in times.items() if name != words["pair"]]
+    sizes = sorted({tokens for own in others for tokens, fmt in own if fmt == "bf16"})
+    rows = {name: [time_cell(own.get((tokens, "bf16"))) for tokens in sizes] for name, own in times.items()}
+    return f"BF16 partial pairs under other conditions:\n\n{by_tokens(sizes, rows)}" if sizes else ""
 
 
 def orders_text(run: dict) -> str:
     """Dispatch by the order of rows; "" where it was not measured."""
     dispatches = [case for case in run["orders"] if case["operation"] == "dispatch"]
     table = orders_table(dispatches, named=False)
-    text = f"Dispatch by the order of rows, over the floor in brackets:\n\n{table}" if table else ""
-    pairs = {tokens: time for (tokens, fmt), time in sorted(ranked_pairs(run).items()) if fmt == "bf16"}
-    sizes = ", ".join(map(str, pairs))
-    words = f"BF16 partial pairs by source rank, as others have rows: of {sizes} tokens {commas(pairs.values())} us."
-    return "\n\n".join([text] * bool(text) + [words] * bool(pairs))
+    return f"Dispatch by the order of rows, over the floor in brackets:\n\n{table}" if table else ""
 
 
 def predictions_text(run: dict, fits: dict) -> str:
@@ -145,21 +139,19 @@ def times_text(run: dict, more: str) -> str:
 
 
 def fastest_table(run: dict) -> str:
-    """Our pairs beside the fastest ones of each family of libraries, at README_TOKENS."""
+    """Our pairs above the fastest ones of each family of libraries, at README_TOKENS."""
     partial, exact = medians(run, "pair"), exact_pairs(run)
-    columns: dict[str, list[str]] = {}
+    rows: dict[str, list[str]] = {}
     for fmt in QUICK_FORMATS:
         points = [(tokens, fmt) for tokens in README_TOKENS]
-        columns[partial_name(fmt)] = [time_cell(partial.get(point)) for point in points]
+        rows[f"cute_ep {partial_name(fmt)}"] = [time_cell(partial.get(point)) for point in points]
         if fmt == "bf16":
-            columns[f"{fmt} exact"] = [time_cell(exact.get(point)) for point in points]
+            rows[f"cute_ep {fmt} exact"] = [time_cell(exact.get(point)) for point in points]
     for family in FAMILIES:
         for fmt in QUICK_FORMATS:
             found = (fastest(run, family, (tokens, fmt)) for tokens in README_TOKENS)
-            columns[f"{family} {fmt}"] = [peer_cell(row and {**row, "how": ""}) for row in found]
-    shown = {name: own for name, own in columns.items() if any(own)}
-    rows = zip(map(str, README_TOKENS), *shown.values(), strict=True)
-    return markdown(("tokens", *shown), [row for row in rows if any(row[1:])])
+            rows[f"{family} {fmt}"] = [peer_cell(row and {**row, "how": ""}) for row in found]
+    return by_tokens(README_TOKENS, rows)
 
 
 def loss_lines(found: Iterable[Loss]) -> list[str]:

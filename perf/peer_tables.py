@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from perf.cases import QUICK_FORMATS
-from perf.cells import markdown, partial_name, time_cell
+from perf.cells import by_tokens, partial_name, time_cell
 from perf.peer_list import FAMILIES, PEERS, column_of
 from perf.values import exact_pairs, medians
 
@@ -57,7 +57,7 @@ def peer_cell(row: dict | None, of: str = "p50_us") -> str:
 
 
 def peers_table(run: dict, operation: str, of: str = "p50_us", sizes: Collection[int] | None = None) -> str:
-    """Medians of one operation (dispatch, combine, pair, pair_chained), or what else there is `of` it, beside those of
+    """Medians of one operation (dispatch, combine, pair, pair_chained), or what else there is `of` it, above those of
     the other libraries, at `sizes` (None: all); "" where there is nothing."""
     own = medians(run, "combine_partial" if operation == "combine" else operation, of)
     exact = exact_pairs(run) if operation == "pair" else {}
@@ -68,16 +68,16 @@ def peers_table(run: dict, operation: str, of: str = "p50_us", sizes: Collection
     if exact:
         here.insert(1, ("bf16", exact))
         names.insert(1, "cute_ep bf16 exact")
-    columns = peer_columns(known)
-    rows = []
-    for tokens in sorted({key[0] for key in own} | {key[0] for key in theirs}):
-        if sizes is not None and tokens not in sizes:
-            continue
-        every = [time_cell(times.get((tokens, fmt))) for fmt, times in here]
-        every += [peer_cell(theirs.get((tokens, *column)), of) for column in columns]
-        rows.append((str(tokens), *every))
-    names += [f"{peer} {fmt}".replace("_", " ") for peer, fmt in columns]
-    return markdown(("tokens per rank", *names), rows)
+    every = sorted({key[0] for key in own} | {key[0] for key in theirs})
+    shown = [tokens for tokens in every if sizes is None or tokens in sizes]
+    rows = {
+        name: [time_cell(times.get((tokens, fmt))) for tokens in shown]
+        for name, (fmt, times) in zip(names, here, strict=True)
+    }
+    for peer, fmt in peer_columns(known):
+        cells = [peer_cell(theirs.get((tokens, peer, fmt)), of) for tokens in shown]
+        rows[f"{peer} {fmt}".replace("_", " ")] = cells
+    return by_tokens(shown, rows)
 
 
 def peers_text(runs: Iterable[dict]) -> str:

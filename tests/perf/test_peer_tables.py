@@ -55,18 +55,24 @@ def test_tables_show_the_fastest_way_and_how_it_was_called() -> None:
         row("nccl_ag_rs_windows", 1, 21.0, operation=CHAINED, host_us=60.0),
     ]
     assert peer_tables.peers_table(run, "pair") == (
-        "| tokens per rank | nccl ag rs bf16 | nccl all to all bf16 | deepep normal bf16 | deepep normal tuned bf16 |\n"
-        "|---|---|---|---|---|\n"
-        "| 1 | 8.7 (windows) |  |  |  |\n"
-        "| 4096 | 536.0 (plain) | 900.0 | 800.0 | 700.0 (24 SMs, chunks of 20 and 7) |\n"
+        "| tokens per rank | 1 | 4096 |\n"
+        "|---|---|---|\n"
+        "| nccl ag rs bf16 | 8.7 (windows) | 536.0 (plain) |\n"
+        "| nccl all to all bf16 |  | 900.0 |\n"
+        "| deepep normal bf16 |  | 800.0 |\n"
+        "| deepep normal tuned bf16 |  | 700.0 (24 SMs, chunks of 20 and 7) |\n"
     )
-    assert "| 1 | 60.0 (windows) |" in peer_tables.peers_table(run, CHAINED, "host_us")
-    table = pages.fastest_table(run)
-    assert "| 4096 | 536.0 (plain) | 700.0 |" in table and "| tokens | NCCL bf16 | DeepEP bf16 |" in table
+    assert "| nccl ag rs bf16 | 60.0 (windows) |" in peer_tables.peers_table(run, CHAINED, "host_us")
+    assert pages.fastest_table(run) == (
+        "| tokens per rank | 1 | 4096 |\n"
+        "|---|---|---|\n"
+        "| NCCL bf16 | 8.7 (windows) | 536.0 (plain) |\n"
+        "| DeepEP bf16 |  | 700.0 |\n"
+    )
     assert "none was tuned" not in pages.times_text(run, "more") and "none was tuned" in pages.times_text(
         run | {"peers": WAYS}, "more"
     )
-    assert "| 4096 | 536.0 (plain) |" in tables.page(run)
+    assert "| nccl ag rs bf16 | 8.7 (windows) | 536.0 (plain) |" in tables.page(run)
 
 
 def test_texts_say_what_the_peers_of_runs_do_and_no_others() -> None:
