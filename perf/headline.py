@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from perf.cases import MAIN
 from perf.cells import markdown, time_cell
-from perf.peer_list import CHAINED, FAMILIES, NORMAL_SMS, PEERS
+from perf.peer_list import CHAINED, NORMAL_SMS, PEERS, family_of
 from perf.values import Times, budget_times, exact_pairs, faster, medians, queued, ranked_pairs
 
 TOKENS = (1, 128, 1024, 4096)
@@ -116,8 +116,3 @@ def _fastest(rows: Iterable[dict]) -> Found:
         if row["format"] == FORMAT and (tokens not in found or time < found[tokens][0]):
             found[tokens] = time, family_of(row["peer"])
     return found
-
-
-def family_of(peer: str) -> str:
-    """The library of a peer, as texts call it."""
-    return next(name for name, libraries in FAMILIES.items() if PEERS[peer].library in libraries)

@@ -152,3 +152,8 @@ FAMILIES = {
 def column_of(peer: str) -> str:
     """The column of tables that a peer belongs to."""
     return PEERS[peer].column or peer
+
+
+def family_of(peer: str) -> str:
+    """The family of libraries that a peer belongs to."""
+    return next(name for name, libraries in FAMILIES.items() if PEERS[peer].library in libraries)

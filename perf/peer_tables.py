@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from perf.cases import QUICK_FORMATS
 from perf.cells import by_tokens, partial_name, time_cell
-from perf.peer_list import FAMILIES, PEERS, column_of
+from perf.peer_list import PEERS, column_of, family_of
 from perf.values import exact_pairs, medians
 
 
@@ -30,7 +30,7 @@ def fastest_ways(rows: Iterable[dict], of: str = "p50_us") -> list[dict]:
 
 def fastest(run: dict, family: str, point: tuple[int, str]) -> dict | None:
     """The fastest pair of a family of libraries, as `fastest_ways` has it; None where none was measured."""
-    own = [row for row in run["peers"] if PEERS[row["peer"]].library in FAMILIES[family]]
+    own = [row for row in run["peers"] if family_of(row["peer"]) == family]
     pairs = [row for row in fastest_ways(own) if row["operation"] == "pair"]
     found = [row for row in pairs if (row["tokens"], row["format"]) == point]
     return min(found, key=lambda row: row["p50_us"], default=None)
