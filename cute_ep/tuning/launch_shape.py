@@ -34,7 +34,7 @@ twins. Partial combine of 128 tokens on 64 and 124 SMs takes 16.0 and 12.3 us so
 10.8 and 7.9, else 13.4 and 7.1 (2 x H200, 2026-11-27)."""
 PIPED_TOKENS = 512
 """Most tokens whose rows come home as Lamport rows where CTAs may have pipelines, which take others. Partial and exact
-combine of 1024 tokens take 102 and 217 us so on 24 SMs, as Lamport rows 129 and 332, on 8 SMs 245 and 324 instead of
+combine of 1024 tokens take 95 and 211 us so on 24 SMs, as Lamport rows 129 and 332, on 8 SMs 234 and 326 instead of
 345 and 812 (2 x H200, 2026-11-27)."""
 FAMILIES = ("dispatch", "combine")
 """Operations that have a table; halves and modes share it."""
