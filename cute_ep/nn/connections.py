@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,9 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.ops.registry import communicator_of, is_open, register
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.group_pool import Pools, own_device
-from cute_ep.runtime.local_pool import LocalPool
+from cute_ep.runtime.local_pool import CALLING, LocalPool
 from cute_ep.runtime.places import check_member
-from cute_ep.runtime.pool import Pool, all_sms
+from cute_ep.runtime.pool import Opening, Pool, all_sms
 from cute_ep.torch_internals import Movable
 from cute_ep.tuning.launch_shape import Tuning
 
@@ -201,7 +201,7 @@ def disconnect() -> None:
     """Close all communicators of layers, also those that first calls opened, on all ranks; before
     `destroy_process_group`."""
     POOLS.close()
-    for pool in _ALONE.values():
+    for pool in list(_ALONE.values()):
         pool.close()
 
 
@@ -223,27 +223,38 @@ def _find_or_open(
     cfg: EPConfig, device: torch.device, group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> EPCommunicator:
     """Ranks decide alike whether to open one: they give equal `sms`, but may have different libraries and tunings."""
-    pool: Pool
     if cfg.world_size == 1:
-        if device not in _ALONE:
-            _ALONE[device] = LocalPool([device])
-        pool, check = _ALONE[device], _nothing
-    else:
-        if not dist.is_initialized():
-            raise EPConfigError(
-                f"cfg.world_size = {cfg.world_size}: needs a process group of as many ranks, one process each; start "
-                "them with torchrun and call torch.distributed.init_process_group first, or use world_size = 1"
-            )
-        pool, check = POOLS.of(group or dist.group.WORLD), partial(_check_place, cfg, device)
-    sms, others = options.get("sms"), {name: one for name, one in options.items() if name != "sms"}
+        with CALLING:  # threads find what another one opens
+            if device not in _ALONE:
+                _ALONE[device] = LocalPool([device])
+            return _in_pool(_ALONE[device], cfg, device, _nothing, all_sms, **options)
+    if not dist.is_initialized():
+        raise EPConfigError(
+            f"cfg.world_size = {cfg.world_size}: needs a process group of as many ranks, one process each; start "
+            "them with torchrun and call torch.distributed.init_process_group first, or use world_size = 1"
+        )
+    check = partial(_check_place, cfg, device)
+    return _in_pool(POOLS.of(group or dist.group.WORLD), cfg, device, check, sms_beside_nccl, **options)
+
+
+def _in_pool(
+    pool: Pool,
+    cfg: EPConfig,
+    device: torch.device,
+    check: Callable[[], None],
+    opening: Opening,
+    *,
+    sms: int | None = None,
+    **options: Any,
+) -> EPCommunicator:
+    """What `_find_or_open` finds or opens in a pool; check, opening: of `Pool.open`."""
     found = pool.find(cfg, sms, layer_on=device)
     if found is None:
         if any(one.cfg == cfg for one in pool.communicators):
             check()  # before ranks meet: the others may have found theirs, and do not come
         if pool.capturing():
             raise EPError("a layer is not connected: call cute_ep.nn.connect(model) before a CUDA graph is captured")
-        opening = all_sms if cfg.world_size == 1 else sms_beside_nccl
-        found = pool.open(cfg, sms, opening, check, **others)
+        found = pool.open(cfg, sms, opening, check, **options)
         LOG.info("connected %r", found.first)
     if found.first.failed:
         raise EPError(f"{found.first!r}: a round failed; call cute_ep.nn.disconnect() first, on all ranks")

@@ -129,6 +129,4 @@ _SIDES: weakref.WeakKeyDictionary[EPCommunicator, SideStream] = weakref.WeakKeyD
 def side_stream_of(communicator: EPCommunicator) -> SideStream:
     """The communicator's, on a GPU; made once."""
     side = _SIDES.get(communicator)
-    if side is None:
-        side = _SIDES[communicator] = SideStream(communicator.device)
-    return side
+    return _SIDES.setdefault(communicator, SideStream(communicator.device)) if side is None else side

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from functools import cache
 from itertools import count
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -52,15 +53,16 @@ class Registered:
 
 
 _BY_NAME: dict[str, Registered] = {}
-"""Also those whose communicator is gone, until the next `register`: torch.compile iterates over this while it traces,
-when the garbage collector may run, so no finalizer may change it."""
+"""Also those whose communicator is gone, until the next `register`, which puts another table in this one's place:
+torch.compile iterates over it while it traces, and meanwhile other threads register and the garbage collector runs."""
 _NAMES: weakref.WeakKeyDictionary[EPCommunicator, str] = weakref.WeakKeyDictionary()
 _NUMBERS: Iterator[int] = count()
+_REGISTERING = Lock()
 CLOSED = "; one that an adapter's close() has closed serves no backward pass any more"
 
 
 def register(communicator: EPCommunicator) -> str:
-    """The name by which ops find a communicator; the same one each time.
+    """The name by which ops find a communicator; the same one each time, in any thread.
 
     The name is a string, so a module that holds it can be copied, pickled and compiled. It holds no communicator: keep
     the communicator yourself, for as long as ops run. It contains a digest of the configuration, since shapes that a
@@ -85,13 +87,15 @@ def register(communicator: EPCommunicator) -> str:
             f"communicator = {communicator!r}: must have its device to itself in this process, ops return finished "
             "results; use a process per rank (cute_ep.connect)"
         )
-    name = _NAMES.get(communicator)
-    if name is None:
-        digest = hashlib.sha256(repr((communicator.cfg, communicator.hooks)).encode()).hexdigest()[:12]
-        name = _NAMES[communicator] = f"{next(_NUMBERS)}-{digest}"
-        for gone in [other for other, one in _BY_NAME.items() if one.communicator is None]:
-            del _BY_NAME[gone]
-        _BY_NAME[name] = Registered(communicator)
+    global _BY_NAME
+    with _REGISTERING:
+        name = _NAMES.get(communicator)
+        if name is None:
+            digest = hashlib.sha256(repr((communicator.cfg, communicator.hooks)).encode()).hexdigest()[:12]
+            name = f"{next(_NUMBERS)}-{digest}"
+            there = {other: one for other, one in _BY_NAME.items() if one.communicator is not None}
+            _BY_NAME = {**there, name: Registered(communicator)}
+            _NAMES[communicator] = name
     return name
 
 

@@ -212,7 +212,7 @@ class Pools:
         """The pool that all users of a group share, until `release`. Those who name no user never release it, since
         graphs and backward passes may need it until `close`."""
         if (found := self._pools.get(group)) is None:
-            found = self._pools[group] = GroupPool(group), set()
+            found = self._pools.setdefault(group, (GroupPool(group), set()))
         found[1].add(user)
         return found[0]
 

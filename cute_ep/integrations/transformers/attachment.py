@@ -92,13 +92,14 @@ class Attachment(AbstractContextManager["Attachment"]):
         """Give the model its experts implementation back, transformers' default where that was "cute_ep" as well, and
         close the ranks; may be called again. A backward pass through an output from before raises EPError then. A
         configuration that other attached parts of the model share is left to them."""
-        for module in list(self._modules):
-            _LAYERS.pop(module, None)
-        for config, before in self._before:
-            shared = any(config is own for other in _attachments() for own, _ in other._before)
-            if not shared and config._experts_implementation == NAME:
-                config._experts_implementation = {"": before}
-        self._before = []
+        with _ATTACHING:
+            for module in list(self._modules):
+                _LAYERS.pop(module, None)
+            for config, before in self._before:
+                shared = any(config is own for other in _attachments() for own, _ in other._before)
+                if not shared and config._experts_implementation == NAME:
+                    config._experts_implementation = {"": before}
+            self._before = []
         self._end.detach()
         self._exchanges.clear()
         self._pool.close()
@@ -150,7 +151,8 @@ def attach(
         EPConfigError: the model has no such experts, or some that are attached already, are quantised, compute
             something that this version does not know, or have sizes that cannot travel; or an argument breaks its rule.
     """
-    return Attachment(model, devices, max_tokens, mode)
+    with _ATTACHING:
+        return Attachment(model, devices, max_tokens, mode)
 
 
 def _is_split(module: Any) -> bool:
@@ -192,6 +194,8 @@ class _Layer:
 
 
 _LAYERS: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
+_ATTACHING = RLock()
+"""Of whoever adds layers, removes them, or looks at all of them."""
 
 
 @torch.compiler.disable
