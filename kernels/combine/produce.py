@@ -16,8 +16,8 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.combine.entries import load_entry
 from cute_ep.kernels.combine.piped_schedule import PipelineSchedule, Sender
-from cute_ep.kernels.combine.ring import NUMBER_SHIFT, Header, Mark, PipelineParams, Ring, Stages
-from cute_ep.kernels.combine.runs import NO_RUN, Runs
+from cute_ep.kernels.combine.ring import NUMBER_SHIFT, Header, Mark, PipelineParams, PipelineState, Ring, Stages
+from cute_ep.kernels.combine.runs import NO_RUN, LaneEntry, Runs
 from cute_ep.kernels.combine.schedule import Span, row_vectors
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext
@@ -41,28 +41,28 @@ class Producer:
     def run(self, ctx: CombineContext, pipeline: Int32) -> Boolean:
         """False after a timeout."""
         stages = self.ring.stages(ctx, pipeline)
-        stage, phase, alive = stages.first, Int32(1), Boolean(True)
+        state, alive = PipelineState(stages.first, Int32(1)), Boolean(True)
         number, count = ctx.cta * PIPELINES + pipeline, ctx.grid.send_ctas * PIPELINES
         sender = self.schedule.sender(ctx, number, count)
         if cutlass.const_expr(self.params.adds):
             compares = self.schedule.compares(ctx, number, count) & (ctx.ranks > 1)
-            alive, stage, phase = self._put_all(ctx, stages, stage, phase, sender, compares)
+            alive, state = self._put_all(ctx, stages, state, sender, compares)
         else:
             item = self.schedule.first_of(sender)
             while item < self.schedule.count():
                 asked = self.schedule.ask_of(ctx, sender)
-                stage, phase = self._put_span(ctx, stages, stage, phase, item)
+                state = self._put_span(ctx, stages, state, item)
                 item = self.schedule.next_of(ctx, sender, asked)
         stop = Header(Int64(0), Float32(0.0), Int32(int(Mark.STOP)))
-        self.ring.put(ctx, stages, stage, phase, stop, Int64(0), Int32(0))
+        self.ring.put(ctx, stages, state, stop, Int64(0), Int32(0))
         return alive
 
     @cute.jit
     def _put_all(
-        self, ctx: CombineContext, stages: Stages, stage: Int32, phase: Int32, sender: Sender, compares: Boolean
-    ) -> tuple[Boolean, Int32, Int32]:
+        self, ctx: CombineContext, stages: Stages, state: PipelineState, sender: Sender, compares: Boolean
+    ) -> tuple[Boolean, PipelineState]:
         """Spans and, where pipelines add up, what is added up for runs of tokens, one at a time. False after a timeout;
-        the next stage and its phase.
+        the next state.
 
         While the pipeline `drains`, `item` is the span that it sends next. Then a span is drawn only to be sent at
         once, where `left` says that its counter may have one; without, `item` is none. The first of its runs, NO_RUN,
@@ -73,15 +73,15 @@ class Producer:
         run = self.schedule.run(ctx)
         _, mine = ctx.by_top_k.split(ctx.lane)
         token, asked_run = cutlass.select_(adds_up, Int32(NO_RUN), Int32(0)), Int32(0)
-        owner, row, weight = Int32(NO_ROW), Int32(NO_ROW), Float32(0.0)
+        entry = LaneEntry(Int32(NO_ROW), Int32(NO_ROW), Float32(0.0))
         item, spans = self.schedule.first_of(sender), self.schedule.count()
         drains, left, alive = item < spans, spans > 0, Boolean(True)
         while alive & (left | (token < tokens)):
             there, looks = Boolean(False), Int32(0)
             if ~drains & (token < tokens):
-                there = self.runs.are_there(ctx, token + mine, owner)
+                there = self.runs.are_there(ctx, token + mine, entry.owner)
                 while ~there & left & (looks < self.schedule.looks(ctx)):
-                    there, looks = self.runs.are_there(ctx, token + mine, owner), looks + 1
+                    there, looks = self.runs.are_there(ctx, token + mine, entry.owner), looks + 1
             if ~drains & ~there & left:
                 item = self.schedule.next_of(ctx, sender, self.schedule.ask_of(ctx, sender))
                 left = item < spans
@@ -89,7 +89,7 @@ class Producer:
                 asked = Int32(0)
                 if drains:
                     asked = self.schedule.ask_of(ctx, sender)
-                stage, phase = self._put_span(ctx, stages, stage, phase, item)
+                state = self._put_span(ctx, stages, state, item)
                 if drains:
                     item = self.schedule.next_of(ctx, sender, asked)
                     drains = item < spans
@@ -101,31 +101,27 @@ class Producer:
                         alive = self.params.compare(ctx)
                 following = from_lane(asked_run, 0) * run
                 asked_run = self.schedule.ask_run(ctx)
-                next_owner, next_row, next_weight = self.runs.load(ctx, following, run)  # on their way meanwhile
+                next_entry = self.runs.load(ctx, following, run)  # on their way meanwhile
                 if ~there & alive:
-                    alive = self.runs.wait(ctx, token + mine, owner)
+                    alive = self.runs.wait(ctx, token + mine, entry.owner)
                 if alive & (token != NO_RUN):
                     last = cutlass.min(run, tokens - token)
-                    stage, phase = self.runs.put(ctx, stages, stage, phase, token, last, owner, row, weight)
-                token, owner, row, weight = following, next_owner, next_row, next_weight
-        return alive, stage, phase
+                    state = self.runs.put(ctx, stages, state, token, last, entry)
+                token, entry = following, next_entry
+        return alive, state
 
     # ---- what is sent
 
     @cute.jit
-    def _put_span(
-        self, ctx: CombineContext, stages: Stages, stage: Int32, phase: Int32, item: Int32
-    ) -> tuple[Int32, Int32]:
-        """All rows of a span, and what follows them. The next stage and its phase."""
+    def _put_span(self, ctx: CombineContext, stages: Stages, state: PipelineState, item: Int32) -> PipelineState:
+        """All rows of a span, and what follows them. Returns the next state."""
         span = self.schedule.span(ctx, item)
-        stage, phase = self._put_rows(ctx, stages, stage, phase, span)
-        return self._put_end(ctx, stages, stage, phase, span)
+        state = self._put_rows(ctx, stages, state, span)
+        return self._put_end(ctx, stages, state, span)
 
     @cute.jit
-    def _put_rows(
-        self, ctx: CombineContext, stages: Stages, stage: Int32, phase: Int32, span: Span
-    ) -> tuple[Int32, Int32]:
-        """All rows of a span. The next stage and its phase."""
+    def _put_rows(self, ctx: CombineContext, stages: Stages, state: PipelineState, span: Span) -> PipelineState:
+        """All rows of a span. Returns the next state."""
         sEpoch = shared_array(self.params.epoch, Int64)
         lamport = self.schedule.are_lamport(span.source)
         region = region_of(lamport, ctx.arena.lamport_returns, ctx.arena.returns)
@@ -155,16 +151,14 @@ class Producer:
                     marks = marks | cutlass.select_(lost, Int32(int(Mark.LOST)), Int32(0))
                     nbytes = cutlass.select_(lost, Int32(0), nbytes)
                 address = row_address(data, found, Int32(ctx.group.hidden * COMBINE_ITEMSIZE))
-                stage, phase = self.ring.put(ctx, stages, stage, phase, Header(to, own_weight, marks), address, nbytes)
+                state = self.ring.put(ctx, stages, state, Header(to, own_weight, marks), address, nbytes)
             row, weight = next_row, next_weight
-        return stage, phase
+        return state
 
     @cute.jit
-    def _put_end(
-        self, ctx: CombineContext, stages: Stages, stage: Int32, phase: Int32, span: Span
-    ) -> tuple[Int32, Int32]:
+    def _put_end(self, ctx: CombineContext, stages: Stages, state: PipelineState, span: Span) -> PipelineState:
         """What follows the rows of a span: its chunks' flags, or those of its slices where Lamport rows may contain
-        SENTINEL; nothing where there is none. The next stage and its phase."""
+        SENTINEL; nothing where there is none. Returns the next state."""
         slices, first = self.schedule.slices(span.source), span.index
         last = cutlass.min(slices, first + self.schedule.in_span(ctx))
         flags, flag = chunk_of(last + (CHUNK - 1)) - chunk_of(first), chunk_of(first)
@@ -175,5 +169,5 @@ class Producer:
         if flags > 0:
             home = ctx.there(span.source, ctx.arena.return_ready, ctx.rank, flag)
             end = Header(home, Float32(0.0), flags << NUMBER_SHIFT)
-            stage, phase = self.ring.put(ctx, stages, stage, phase, end, Int64(0), Int32(0))
-        return stage, phase
+            state = self.ring.put(ctx, stages, state, end, Int64(0), Int32(0))
+        return state

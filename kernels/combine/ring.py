@@ -122,6 +122,15 @@ class Stages:
     begin: Int32
 
 
+@dataclass(frozen=True)
+class PipelineState:
+    """Where a warp is in a ring, as CUTLASS calls it: at which stage, and for which phase of the stage's barrier it
+    waits."""
+
+    stage: Int32
+    phase: Int32
+
+
 class Ring:
     """The rings of all pipelines of a CTA.
 
@@ -159,15 +168,15 @@ class Ring:
         self,
         ctx: CombineContext,
         stages: Stages,
-        stage: Int32,
-        phase: Int32,
+        state: PipelineState,
         header: Header,
         row: Int64,
         nbytes: Int32,
-    ) -> tuple[Int32, Int32]:
-        """Put a header, and so many bytes of a row, into a stage, once it is empty; by the producer. Returns the next
-        stage, and its phase, which begins with 1."""
-        cute.arch.mbarrier_wait(self._barrier(self.empty, stage), phase)
+    ) -> PipelineState:
+        """Put a header, and so many bytes of a row, into the stage, once it is empty; by the producer, whose phase
+        begins with 1. Returns the state at the next stage."""
+        stage = state.stage
+        cute.arch.mbarrier_wait(self._barrier(self.empty, stage), state.phase)
         cute.arch.sync_warp()  # or a lane that is late would miss that phase
         full = self._barrier(self.full, stage)
         if ctx.lane == 0:
@@ -179,7 +188,7 @@ class Ring:
             if nbytes > 0:
                 bulk(row, stages.begin + (stage - stages.first) * self.row_bytes(ctx), nbytes, full)
         last = stage + 1 == stages.first + stages.count
-        return cutlass.select_(last, stages.first, stage + 1), phase ^ Int32(last)
+        return PipelineState(cutlass.select_(last, stages.first, stage + 1), state.phase ^ Int32(last))
 
     @cute.jit
     def take(self, stage: Int32, phase: Int32, rHeader: cute.Tensor) -> None:

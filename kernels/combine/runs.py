@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.combine.entries import checked, entry_at
-from cute_ep.kernels.combine.ring import NUMBER_SHIFT, Header, Mark, PipelineParams, Ring, Stages
+from cute_ep.kernels.combine.ring import NUMBER_SHIFT, Header, Mark, PipelineParams, PipelineState, Ring, Stages
 from cute_ep.kernels.combine.schedule import row_vectors
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext, given_id
@@ -30,14 +30,27 @@ NO_RUN = -1
 
 
 @dataclass(frozen=True)
+class LaneEntry:
+    """The entry that a lane has of a run's tokens.
+
+    Attributes:
+        owner: the rank that has its row; NO_ROW: it is masked, or the lane has none.
+        row: the row, if that is the own rank; else NO_ROW.
+        weight: NaN where dispatch had no room for the row.
+    """
+
+    owner: Int32
+    row: Int32
+    weight: Float32
+
+
+@dataclass(frozen=True)
 class TokenEntries:
     """Entries of an own token that is added up.
 
     Attributes:
         first: the lane of its first entry.
-        owner: in the lane of an entry the rank that has its row; elsewhere, and where there is none, NO_ROW.
-        row: there the row, if that is the own rank.
-        weight: there its weight.
+        owner, row, weight: of its entries, in their lanes, as of `LaneEntry`; elsewhere owner and row are NO_ROW.
     """
 
     token: Int32
@@ -68,9 +81,8 @@ class Runs:
         self.params, self.ring = params, ring
 
     @cute.jit
-    def load(self, ctx: CombineContext, token: Int32, run: Int32) -> tuple[Int32, Int32, Float32]:
-        """(rank, row, weight) of the entry that a lane has of the tokens of a run: NO_ROW as its rank where it is
-        masked, as its row where that is of another rank. NaN is the weight of a row that dispatch had no room for."""
+    def load(self, ctx: CombineContext, token: Int32, run: Int32) -> LaneEntry:
+        """The lane's entry of a run of so many tokens."""
         owner, row, weight = Int32(NO_ROW), Int32(NO_ROW), Float32(1.0)
         index = token * ctx.top_k + ctx.lane
         if (ctx.lane < run * ctx.top_k) & (index < ctx.entries):
@@ -86,7 +98,7 @@ class Runs:
                 elif row >= ctx.rows.capacity:
                     weight = Float32(float("nan"))
                 owner = cutlass.select_(row >= 0, owner, Int32(NO_ROW))
-        return owner, row, weight
+        return LaneEntry(owner, row, weight)
 
     @cute.jit
     def are_there(self, ctx: CombineContext, token: Int32, owner: Int32) -> Boolean:
@@ -112,34 +124,31 @@ class Runs:
         self,
         ctx: CombineContext,
         stages: Stages,
-        stage: Int32,
-        phase: Int32,
+        state: PipelineState,
         token: Int32,
         tokens: Int32,
-        owner: Int32,
-        row: Int32,
-        weight: Float32,
-    ) -> tuple[Int32, Int32]:
-        """What is added up for a run of so many tokens, all of it there: what `load` has found. The next stage and its
-        phase."""
+        entry: LaneEntry,
+    ) -> PipelineState:
+        """What is added up for a run of so many tokens, all of it there: what `load` has found. Returns the
+        next state."""
         _, mine = ctx.by_top_k.split(ctx.lane)
         cute.arch.fence_proxy("async.global")  # copies read what other ranks have stored
         for one in cutlass.range(tokens, unroll=1):
-            its_owner, its_row = (cutlass.select_(mine == one, value, Int32(NO_ROW)) for value in (owner, row))
-            entries = TokenEntries(token + one, one * ctx.top_k, its_owner, its_row, weight)
+            owner, row = (cutlass.select_(mine == one, value, Int32(NO_ROW)) for value in (entry.owner, entry.row))
+            entries = TokenEntries(token + one, one * ctx.top_k, owner, row, entry.weight)
             if cutlass.const_expr(self.params.partial):
-                stage, phase = self._put_own_rows(ctx, stages, stage, phase, entries)
-                stage, phase = self._put_rank_sums(ctx, stages, stage, phase, entries)
+                state = self._put_own_rows(ctx, stages, state, entries)
+                state = self._put_rank_sums(ctx, stages, state, entries)
             else:
-                stage, phase = self._put_slots(ctx, stages, stage, phase, entries)
-        return stage, phase
+                state = self._put_slots(ctx, stages, state, entries)
+        return state
 
     @cute.jit
     def _put_slots(
-        self, ctx: CombineContext, stages: Stages, stage: Int32, phase: Int32, entries: TokenEntries
-    ) -> tuple[Int32, Int32]:
+        self, ctx: CombineContext, stages: Stages, state: PipelineState, entries: TokenEntries
+    ) -> PipelineState:
         """A token's rows in the order of its entries, from the arena or, those of the own rank, from where they are.
-        The next stage and its phase."""
+        Returns the next state."""
         left, more = entries.there(), Boolean(True)
         home = self._home(ctx, entries.token)
         while more:
@@ -157,14 +166,14 @@ class Runs:
             more = left != Uint32(0)
             marks = marks | cutlass.select_(more, Int32(0), Int32(int(Mark.LAST)))
             header = Header(Int64(entries.token), weight, marks)
-            stage, phase = self.ring.put(ctx, stages, stage, phase, header, address, nbytes)
-        return stage, phase
+            state = self.ring.put(ctx, stages, state, header, address, nbytes)
+        return state
 
     @cute.jit
     def _put_own_rows(
-        self, ctx: CombineContext, stages: Stages, stage: Int32, phase: Int32, entries: TokenEntries
-    ) -> tuple[Int32, Int32]:
-        """The rows of the own rank's partial sum of a token. The next stage and its phase."""
+        self, ctx: CombineContext, stages: Stages, state: PipelineState, entries: TokenEntries
+    ) -> PipelineState:
+        """The rows of the own rank's partial sum of a token. Returns the next state."""
         left = entries.own()
         end = int(Mark.OWN_END) | cutlass.select_(self._goes_aside(ctx, entries), Int32(int(Mark.ASIDE)), Int32(0))
         while left != Uint32(0):
@@ -175,14 +184,14 @@ class Runs:
                 Int64(0), from_lane(entries.weight, lane), (row_vectors(ctx) << NUMBER_SHIFT) | int(Mark.ROW) | last
             )
             address = row_address(ctx.rows.data, from_lane(entries.row, lane), self._row_bytes(ctx))
-            stage, phase = self.ring.put(ctx, stages, stage, phase, header, address, self._row_bytes(ctx))
-        return stage, phase
+            state = self.ring.put(ctx, stages, state, header, address, self._row_bytes(ctx))
+        return state
 
     @cute.jit
     def _put_rank_sums(
-        self, ctx: CombineContext, stages: Stages, stage: Int32, phase: Int32, entries: TokenEntries
-    ) -> tuple[Int32, Int32]:
-        """What other ranks have sent of a token, in ascending order. The next stage and its phase."""
+        self, ctx: CombineContext, stages: Stages, state: PipelineState, entries: TokenEntries
+    ) -> PipelineState:
+        """What other ranks have sent of a token, in ascending order. Returns the next state."""
         home = self._home(ctx, entries.token)
         below = entries.ranks(0, ctx.rank)
         left, more = below | entries.ranks(ctx.rank + 1, ctx.ranks), Boolean(True)
@@ -198,8 +207,8 @@ class Runs:
             more = left != Uint32(0)
             marks = marks | cutlass.select_(more, Int32(0), Int32(int(Mark.LAST)))
             header = Header(Int64(entries.token), Float32(1.0), marks)
-            stage, phase = self.ring.put(ctx, stages, stage, phase, header, address, nbytes)
-        return stage, phase
+            state = self.ring.put(ctx, stages, state, header, address, nbytes)
+        return state
 
     def _goes_aside(self, ctx: CombineContext, entries: TokenEntries) -> Boolean:
         """Whether the own sum of a token is added behind those of two lower ranks."""
