@@ -94,7 +94,8 @@ class Connected(Movable):
                 )
             return self._comm
         if self._comm is None:
-            self.attach(_find_or_open(self.cfg, self.place(), *self._group_and_options()))
+            communicator, _ = _find_or_open(self.cfg, self.place(), *self._group_and_options())
+            self.attach(communicator)
             assert self._comm is not None
         if not is_open(self._comm):
             raise EPError(
@@ -189,12 +190,13 @@ def connect(
     check_member(group)
     options = {"sms": sms, "library": library, "tuning": tuning}
     origin = _Origin(None if group is None or group is dist.group.WORLD else weakref.ref(group), options)
-    before, used = set(opened()), []
+    opened_now = []
     for layer in layers:
-        used.append(_find_or_open(layer.cfg, layer.place(), group, options))
-        layer.attach(used[-1])
+        communicator, is_new = _find_or_open(layer.cfg, layer.place(), group, options)
+        opened_now += [communicator] * is_new
+        layer.attach(communicator)
         layer._origin = origin
-    return Connections([one for one in dict.fromkeys(used) if one not in before])
+    return Connections(opened_now)
 
 
 def disconnect() -> None:
@@ -221,8 +223,11 @@ def connected_in(module: torch.nn.Module) -> Iterator[Connected]:
 
 def _find_or_open(
     cfg: EPConfig, device: torch.device, group: dist.ProcessGroup | None, options: dict[str, Any]
-) -> EPCommunicator:
-    """Ranks decide alike whether to open one: they give equal `sms`, but may have different libraries and tunings."""
+) -> tuple[EPCommunicator, bool]:
+    """A communicator for layers, and whether it was opened now.
+
+    Ranks decide alike whether to open one: they give equal `sms`, but may have different libraries and tunings.
+    """
     if cfg.world_size == 1:
         with CALLING:  # threads find what another one opens
             if device not in _ALONE:
@@ -246,9 +251,10 @@ def _in_pool(
     *,
     sms: int | None = None,
     **options: Any,
-) -> EPCommunicator:
-    """What `_find_or_open` finds or opens in a pool; check, opening: of `Pool.open`."""
+) -> tuple[EPCommunicator, bool]:
+    """`_find_or_open` in a pool; check, opening: of `Pool.open`."""
     found = pool.find(cfg, sms, layer_on=device)
+    is_new = found is None
     if found is None:
         if any(one.cfg == cfg for one in pool.communicators):
             check()  # before ranks meet: the others may have found theirs, and do not come
@@ -258,7 +264,7 @@ def _in_pool(
         LOG.info("connected %r", found.first)
     if found.first.failed:
         raise EPError(f"{found.first!r}: a round failed; call cute_ep.nn.disconnect() first, on all ranks")
-    return found.first
+    return found.first, is_new
 
 
 def _nothing() -> None:

@@ -137,9 +137,10 @@ def test_layers_that_are_a_group_by_themselves_share_what_is_open(crossing: Cros
     monkeypatch.setattr(connections, "LocalPool", crossing.after(LocalPool))
     monkeypatch.setattr(LocalPool, "find", crossing.after(LocalPool.find))
     layers = [MoELayer(ALONE, 32) for _ in range(2)]
-    by_two_threads(lambda number: connect(layers[number]))
+    made = by_two_threads(lambda number: connect(layers[number]))
     (pool,) = connections._ALONE.values()
     assert [one.communicator for one in layers] == [*pool.communicators] * 2
+    assert sorted(len(one.communicators) for one in made) == [0, 1], "the one that has opened it closes it"
     pool.close()
 
 
