@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
-from cute_ep.kernels.combine.ring import Header, Mark, PipelineParams, Ring, header_of
+from cute_ep.kernels.combine.ring import Header, Mark, PipelineParams, PipelineState, Ring, header_of
 from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, opaque, round_vector
 from cute_ep.kernels.device.atoms import move, plain, send
 from cute_ep.kernels.device.block import shared_array, shared_share
@@ -71,20 +71,20 @@ class Consumer:
         column = number * (CONSUMER_SEGMENTS * SEGMENT) + ctx.lane
         stages, row_bytes = self.ring.stages(ctx, pipeline), self.ring.row_bytes(ctx)
         part = opaque(stages.begin + column * VECTOR_BYTES)
-        place, stage, phase, marks = part, stages.first, Int32(0), Int32(0)
+        place, state, marks = part, PipelineState(stages.first, Int32(0)), Int32(0)
         aside = part + stages.count * row_bytes
         while marks & int(Mark.STOP) == 0:
-            self.ring.take(stage, phase, rHeader)
+            self.ring.take(state, rHeader)
             header = header_of(rHeader)
             marks = header.marks
             if header.has(Mark.ROW | Mark.LAST):
-                self._take(ctx, Part(place, stage, column, header.number - column, aside), header, rSum)
+                self._take(ctx, Part(place, state.stage, column, header.number - column, aside), header, rSum)
             else:
-                self._end_span(ctx, stage, header)
-                self.ring.leave(ctx, stage)
-            place, stage = place + row_bytes, stage + 1
-            if stage == stages.first + stages.count:
-                place, stage, phase = part, stages.first, phase ^ 1
+                self._end_span(ctx, state.stage, header)
+                self.ring.leave(ctx, state.stage)
+            place, state = place + row_bytes, PipelineState(state.stage + 1, state.phase)
+            if state.stage == stages.first + stages.count:
+                place, state = part, PipelineState(stages.first, state.phase ^ 1)
 
     @cute.jit
     def _take(self, ctx: CombineContext, tPart: Part, header: Header, rSum: cute.Tensor) -> None:

@@ -191,11 +191,11 @@ class Ring:
         return PipelineState(cutlass.select_(last, stages.first, stage + 1), state.phase ^ Int32(last))
 
     @cute.jit
-    def take(self, stage: Int32, phase: Int32, rHeader: cute.Tensor) -> None:
-        """Wait until a stage is full, and read its header, which `header_of` understands; by a consumer. Its phase
+    def take(self, state: PipelineState, rHeader: cute.Tensor) -> None:
+        """Wait until the stage is full, and read its header, which `header_of` understands; by a consumer, whose phase
         begins with 0."""
-        cute.arch.mbarrier_wait(self._barrier(self.full, stage), phase)
-        move(plain, [shared_array(self.headers, Uint32)[stage, None]], [rHeader])
+        cute.arch.mbarrier_wait(self._barrier(self.full, state.stage), state.phase)
+        move(plain, [shared_array(self.headers, Uint32)[state.stage, None]], [rHeader])
 
     @cute.jit
     def leave(self, ctx: CombineContext, stage: Int32) -> None:
