@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import geometric_mean
+from typing import Any
 
 from cute_ep.api.config import EPConfig
 from cute_ep.bench.measure import InputSets, measure
@@ -30,39 +31,42 @@ class Outcome:
     us: float
 
 
-def choices(family: str, cfg: EPConfig, tokens: int) -> dict[str, tuple]:
-    """Values to try of each field of an Entry. Slices are at most the segments of a row, rounded up."""
+def choices(family: str, cfg: EPConfig, tokens: int) -> list[list[dict[str, Any]]]:
+    """Changes of an Entry to try, one of each list. Slices are at most the segments of a row, rounded up."""
     segments = segments_of(family, cfg)
     slices = tuple(count for count in slices_for(tokens) if count == 1 or count < 2 * segments)
-    packed = (False, True) if family == "dispatch" else (False,)
-    most, senders = MOST_SENDERS[family], SENDERS[family]
-    return {
+    dispatches = family == "dispatch"
+    fields: dict[str, Sequence] = {
         "split_from": (Entry.split_from,),
-        "packed": packed,
+        "packed": (False, True) if dispatches else (False,),
         "slices": slices,
-        "most_senders": most,
-        "senders": senders,
-        "grid": GRIDS,
+        "most_senders": MOST_SENDERS[family],
     }
+    tried = [[{name: value} for value in values] for name, values in fields.items()]
+    joins = (False, True) if dispatches else (False,)
+    tried.append(
+        [{"senders": share, "joins": join} for share in SENDERS[family] for join in joins if share or not join]
+    )
+    return [*tried, [{"grid": grid} for grid in GRIDS]]
 
 
 def choose(
     default: Entry,
-    fields: Mapping[str, Sequence],
+    changes: Iterable[Sequence[Mapping[str, Any]]],
     shape: Callable[[Entry], Shape],
     time: Callable[[Entry, int], float],
 ) -> Outcome:
-    """Try one field's values after the other's, beginning with the default and going on from the fastest so far.
+    """Try one list of changes after the other, beginning with the default and going on from the fastest so far.
 
     Args:
         default: the built-in choice, kept unless another one is faster by more than MARGIN, twice.
-        fields: values of each field, in the order in which they are tried.
+        changes: as of `choices`, in the order in which they are tried.
         shape: what an entry comes to; a shape is timed once.
         time: microseconds of an entry, from so many samples.
     """
     best, times = default, {shape(default): time(default, SAMPLES)}
-    for name, values in fields.items():
-        for entry in [replace(best, **{name: value}) for value in values]:
+    for tried in changes:
+        for entry in [replace(best, **change) for change in tried]:
             if shape(entry) not in times:
                 times[shape(entry)] = time(entry, SAMPLES)
                 if times[shape(entry)] < times[shape(best)]:

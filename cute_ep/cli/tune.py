@@ -29,7 +29,7 @@ from cute_ep.cli.common import (
 from cute_ep.layouts.maps.formats import formats_of
 from cute_ep.tuning.builtin import built_in
 from cute_ep.tuning.file import Setting, find_tuning, read_tables, tuning_file, write_tables
-from cute_ep.tuning.launch_shape import Tuning
+from cute_ep.tuning.launch_shape import Shape, Tuning
 
 if TYPE_CHECKING:
     from cute_ep.bench.tune import Outcome
@@ -148,7 +148,8 @@ def keep(found: Found, devices: Sequence[str]) -> None:
 def result_table() -> Table:
     """An empty table for `add_results`."""
     table = Table(
-        title="fastest shapes: CTAs, or twins, those of them that send, slices of a row; p50 of the slowest rank"
+        title="fastest shapes: CTAs, or twins, those of them that send (packed: on SMs of their own; joining: and then "
+        "receive), slices of a row; p50 of the slowest rank"
     )
     for name in ("operation", "format"):
         table.add_column(name)
@@ -157,14 +158,19 @@ def result_table() -> Table:
     return table
 
 
+def shape_text(shape: Shape) -> str:
+    """What `result_table` shows of a shape."""
+    words = ["all"] if shape.send_ctas == shape.grid else [str(shape.send_ctas)]
+    words += ["packed"] * shape.packed + ["joining"] * shape.joins
+    return f"{shape.grid}, {' '.join(words)}, {shape.slices}"
+
+
 def add_results(table: Table, found: Found) -> None:
     """One row for each number of tokens, a section for each family."""
     base = built_in(found.cfg, found.max_ctas, ring_bytes=found.ring_bytes)
 
     def text(tuning: Tuning, family: str, tokens: int) -> str:
-        shape = tuning.shape(family, tokens, found.max_ctas, twins=found.ring_bytes > 0)
-        senders = f"{shape.send_ctas}{' packed' if shape.packed else ''}" if shape.receive_from else "all"
-        return f"{shape.grid}, {senders}, {shape.slices}"
+        return shape_text(tuning.shape(family, tokens, found.max_ctas, twins=found.ring_bytes > 0))
 
     for family, outcomes in found.outcomes.items():
         for tokens, outcome in outcomes.items():

@@ -133,27 +133,38 @@ COMBINE: dict[int, tuple[Entry, ...]] = {
 UP_TO_32_OF_TWINS = Entry(32, MANY, 1 / 4, 4, split_from=18)
 TWIN_DISPATCH: dict[RowOrder, dict[int, tuple[Entry, ...]]] = {
     "expert_major": {
-        5000: (UP_TO_32_OF_TWINS, Entry(256, MANY, 0, 2), Entry(MANY, MANY, 0, 1)),
+        5000: (
+            UP_TO_32_OF_TWINS,
+            Entry(256, MANY, 0, 2),
+            Entry(1024, MANY, 0, 1),
+            Entry(MANY, MANY, 7 / 8, 1, joins=True),
+        ),
         10000: (
             UP_TO_32_OF_TWINS,
             Entry(64, MANY, 1 / 5, 2, split_from=34),
             Entry(1024, MANY, 1 / 4, 2, split_from=66),
-            Entry(MANY, MANY, 1 / 3, 1, split_from=66),
+            Entry(MANY, MANY, 1 / 2, 1, joins=True),
         ),
         MANY: (
             UP_TO_32_OF_TWINS,
             Entry(256, MANY, 1 / 8, 4, split_from=26),
-            Entry(1024, MANY, 1 / 6, 4, split_from=26),
-            Entry(MANY, MANY, 1 / 6, 1, split_from=26),
+            Entry(1024, MANY, 1 / 6, 4, joins=True),
+            Entry(2048, MANY, 1 / 4, 2, joins=True),
+            Entry(MANY, MANY, 1 / 4, 1, joins=True),
         ),
     },
     "rank_major": {
-        5000: (UP_TO_32_OF_TWINS, Entry(256, MANY, 5 / 12, 2, split_from=34), Entry(MANY, MANY, 0, 1)),
+        5000: (
+            UP_TO_32_OF_TWINS,
+            Entry(256, MANY, 5 / 12, 2, split_from=34),
+            Entry(1024, MANY, 0, 1),
+            Entry(MANY, MANY, 7 / 8, 1, joins=True),
+        ),
         10000: (
             UP_TO_32_OF_TWINS,
             Entry(256, MANY, 1 / 3, 2, split_from=34),
             Entry(1024, MANY, 5 / 12, 1, split_from=34),
-            Entry(MANY, MANY, 5 / 12, 1, split_from=66),
+            Entry(MANY, MANY, 5 / 8, 1, joins=True),
         ),
         MANY: (
             UP_TO_32_OF_TWINS,
@@ -165,7 +176,8 @@ TWIN_DISPATCH: dict[RowOrder, dict[int, tuple[Entry, ...]]] = {
 }
 """Tables where CTAs may have twins, by the order of rows, for messages of at most so many bytes, of more than 2 tokens:
 rows of 7168 elements in BF16, FP8 and NVFP4, 256 experts, top-8, with 8, 24 and 44 SMs (2 x H200, 2026-11-27).
-Receivers write a message once where rows are by source rank, and as often as it has experts otherwise."""
+Receivers write a message once where rows are by source rank, and as often as it has experts otherwise; quantised rows
+cost senders more."""
 OF_PIPELINES = Entry(MANY, MANY, 0, MANY_SLICES)
 """Combine, where pipelines carry more than PIPED_TOKENS tokens: long rows have a flag for every four. Exact combine of
 1024 / 4096 tokens takes 217 / 730 us so on 24 SMs, with a flag for every 16 tokens 245 / 849; partial sums have longer

@@ -68,14 +68,14 @@ class Entry:
     Attributes:
         tokens: the entry holds up to this many.
         grid: CTAs at most.
-        senders: share of the CTAs that only send while the others only receive; 0: every CTA does both.
+        senders: share of the CTAs that send while the others receive; 0: every CTA first sends and then receives.
         slices: slices of a message (dispatch) or of a returned row (combine).
         packed: whether senders share SMs with each other instead of with receivers, which their stores hold up while
             links are busy (dispatch only).
-        most_senders: CTAs, or twins, that send at most: more would not fill the links better, but be missing as
-            receivers.
-        split_from: CTAs, or twins, from which on some only send and the others only receive; of fewer, every one does
-            both.
+        most_senders: CTAs, or twins, that send at most: more would not fill the links better, but begin to receive
+            later, or never.
+        split_from: CTAs, or twins, from which on some send and the others receive; of fewer, every one does both.
+        joins: whether senders receive, too, when they have sent (dispatch only); then `packed` has no effect.
 
     Raises:
         EPConfigError: a field breaks its rule.
@@ -88,6 +88,7 @@ class Entry:
     packed: bool = False
     most_senders: int = MANY
     split_from: int = 4
+    joins: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tokens", "grid", "most_senders", "split_from"):
@@ -119,6 +120,11 @@ class Shape(NamedTuple):
     def ctas(self) -> int:
         """CTAs of the launch."""
         return self.grid // CTAS_PER_SM if self.twins else self.grid
+
+    @property
+    def joins(self) -> bool:
+        """Whether some CTAs send and then receive, while the others receive."""
+        return self.receive_from == 0 < self.send_ctas < self.grid
 
     @property
     def slices_log2(self) -> int:
@@ -194,6 +200,8 @@ class Tuning:
         senders = min(round(grid * entry.senders), most)
         if not senders or grid < entry.split_from:
             return shape(grid, 0)
+        if entry.joins and dispatches:
+            return shape(senders, 0)
         return shape(senders, senders, packed=entry.packed and not twins)
 
     def revised(self, family: str, found: Mapping[int, Entry]) -> Tuning:

@@ -88,7 +88,7 @@ def packed_cta(block: Int32, blocks: Int32) -> Int32:
 
 
 def control_cta(ctas: Int32) -> Int32:
-    """Which of `ctas` CTAs has other work, and carries no items while the others have enough warps."""
+    """Which of `ctas` CTAs has other work; of static items it carries none while the others have enough warps."""
     return quotient(ctas, 2)
 
 

@@ -78,7 +78,7 @@ class Dispatch:
         if codec is not None:
             self.route_role = Route(WeightReader(hooks.router_weights), rank_major, shared)
             self.send_role = DispatchSend(codec, hooks.input_scale, ahead, direct, shared)
-        self.recv_role = DispatchRecv(rank_major, direct, shared)
+        self.recv_role = DispatchRecv(rank_major, direct, receive and self.send, shared)
         self.shared_bytes = shared.nbytes
 
     @cute.jit
@@ -121,6 +121,8 @@ class Dispatch:
                 reset_counter(ctx.state_word(StateWord.DISPATCH_TICKETS))
             if cutlass.const_expr(self.receive):
                 reset_counter(ctx.state_word(StateWord.DISPATCH_BARRIER))
+                if cutlass.const_expr(self.send):
+                    reset_counter(ctx.state_word(StateWord.DISPATCH_SLICES))
             if complete:
                 if cutlass.const_expr(self.send):
                     ctx.complete(StateWord.DISPATCH_SEND_EPOCH, ctx.epoch)

@@ -33,7 +33,7 @@ class Outputs:
     @cute.jit
     def zero_padding(self, ctx: DispatchContext, receiver: Int32, receivers: Int32) -> None:
         """By each receiving CTA, number `receiver` of `receivers`. Jobs go from the last warp down: those have the
-        fewest rows. What a block holds after its rows is undefined."""
+        fewest rows, if slices are not drawn. What a block holds after its rows is undefined."""
         if (self.tables.are_scattered(ctx) | (ctx.out.aligned != 0)) & (ctx.out.blocks == 0):
             jobs = (self.tables.groups(ctx) + ctx.shared.groups) * PADDING_PARTS
             last_first = item_stride(receivers) - 1 - first_item(receiver, receivers, ctx.warp)

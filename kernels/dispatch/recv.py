@@ -6,6 +6,10 @@ block (`row_tables`); rows beyond a block are lost. The group is the entry's loc
 source: of a token's entries for this rank only the last has a row, and beside that row stand all its local experts.
 Each warp takes slices (`slices`): lane k finds the row of entry k. A token of the shared expert has one more row, on
 the own rank.
+
+Which slices a warp takes is known before, unless CTAs that send join those that only receive. Then each warp of the
+latter begins with a slice, and all other slices are drawn from a counter: also by CTAs that have sent all that they
+send.
 """
 
 from __future__ import annotations
@@ -21,16 +25,19 @@ from cute_ep.kernels.device.memory import array, pointer, row_address
 from cute_ep.kernels.device.slices import (
     RowSlice,
     control_cta,
+    first_item,
     from_lane,
     highest,
     is_same_turn,
+    item_of,
+    item_stride,
     slice_of,
     static_first,
     static_stride,
     turned_source,
     vectors_of,
 )
-from cute_ep.kernels.device.sync import Awaited, grid_barrier, wait_two_ll, warp_all
+from cute_ep.kernels.device.sync import Awaited, grid_barrier, take_ticket, wait_two_ll, warp_all
 from cute_ep.kernels.dispatch.outputs import Outputs
 from cute_ep.kernels.dispatch.row_copy import RowCopy, Targets
 from cute_ep.kernels.dispatch.row_tables import Tables
@@ -52,10 +59,13 @@ ONE = 0x3F800000
 
 
 class DispatchRecv:
-    """Turns received messages into the ragged output."""
+    """Turns received messages into the ragged output.
 
-    def __init__(self, rank_major: bool, direct: bool, shared: RegionMap) -> None:
-        self.rank_major, self.direct = rank_major, direct
+    rank_major: the order of rows; direct: as in `RowCopy`; fused: whether the launch sends, too.
+    """
+
+    def __init__(self, rank_major: bool, direct: bool, fused: bool, shared: RegionMap) -> None:
+        self.rank_major, self.direct, self.fused = rank_major, direct, fused
         self.tables = Tables(rank_major, shared)
         self.outputs = Outputs(self.tables)
         self.row_copy = RowCopy(self.tables, direct)
@@ -70,12 +80,16 @@ class DispatchRecv:
                 self.outputs.run(ctx)
         sHeader = shared_array(self.tables.headers, Int32)
         sItems = shared_array(self.tables.items, Int32)
-        item = static_first(sItems[0], receiver, receivers, ctx.warp)
+        item = self._first_item(ctx, receiver, receivers)
         turned = Int32(0)
         while alive and item < sItems[0]:
+            asked = Int32(0)
+            if self._joining(ctx) > 0:
+                asked = self._ask(ctx)  # its latency passes while this item is taken
             turn, index = turned_source(item, turned, ctx.by_ranks)
             if cutlass.const_expr(self.direct):  # a warp with tokens of the own rank only would be done early
-                if is_same_turn(static_stride(sItems[0], receivers), ctx.by_ranks):
+                same = is_same_turn(static_stride(sItems[0], receivers), ctx.by_ranks)
+                if same & (self._joining(ctx) == 0):
                     turned = cutlass.select_(turned + 1 >= ctx.ranks, Int32(0), turned + 1)
             source = ctx.rank + turn
             if source >= ctx.ranks:
@@ -84,7 +98,10 @@ class DispatchRecv:
             row_slice = slice_of(index, log2, vectors_of(ctx.wire.payload_bytes))
             if row_slice.token < sHeader[source, int(HeaderWord.TOKENS)] and row_slice.first < row_slice.last:
                 alive = self._take(ctx, source, row_slice)
-            item += static_stride(sItems[0], receivers)
+            if self._joining(ctx) > 0:
+                item = self._drawn_item(ctx, asked)
+            else:
+                item += static_stride(sItems[0], receivers)
         if alive:
             self.outputs.zero_padding(ctx, receiver, receivers)
             if cutlass.const_expr(self.rank_major):
@@ -95,6 +112,37 @@ class DispatchRecv:
             if alive:
                 self.scale_tiles.run(ctx, opaque(receiver), opaque(receivers))
         return alive
+
+    def _joining(self, ctx: DispatchContext) -> Int32:
+        """How many CTAs send before they receive, while the others receive already; 0: none, or all of them."""
+        if not self.fused:
+            return Int32(0)
+        some = (ctx.grid.receive_from == 0) & (ctx.grid.send_ctas < ctx.ctas)
+        return cutlass.select_(some, ctx.grid.send_ctas, Int32(0))
+
+    @cute.jit
+    def _first_item(self, ctx: DispatchContext, receiver: Int32, receivers: Int32) -> Int32:
+        """The item that a warp begins with."""
+        item = static_first(shared_array(self.tables.items, Int32)[0], receiver, receivers, ctx.warp)
+        joining = self._joining(ctx)
+        if joining > 0:
+            if receiver < joining:
+                item = self._drawn_item(ctx, self._ask(ctx))
+            else:
+                item = first_item(receiver - joining, receivers - joining, ctx.warp)
+        return item
+
+    @cute.jit
+    def _ask(self, ctx: DispatchContext) -> Int32:
+        """The next ticket for slices, in lane 0."""
+        ticket = Int32(0)
+        if ctx.lane == 0:
+            ticket = take_ticket(ctx.state_word(StateWord.DISPATCH_SLICES))
+        return ticket
+
+    def _drawn_item(self, ctx: DispatchContext, asked: Int32) -> Int32:
+        """The item of a ticket, behind those that warps begin with."""
+        return item_of(item_stride(ctx.ctas - ctx.grid.send_ctas), from_lane(asked, 0))
 
     @cute.jit
     def _take(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice) -> Boolean:

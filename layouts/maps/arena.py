@@ -103,6 +103,7 @@ class StateWord(IntEnum):
     ABORT = 8
     DISPATCH_BARRIER = 9
     DISPATCH_TICKETS = 10
+    DISPATCH_SLICES = 11
 
 
 class HeaderWord(IntEnum):

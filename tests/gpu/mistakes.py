@@ -278,6 +278,28 @@ MUTANTS = {
         "two ahead on few SMs",
         (Edit("kernels/combine/schedule.py", "are_flagged(returns) != 0", "tokens > 1024"),),
     ),
+    # the slices that are drawn begin where those of the round before ended: some are taken by nobody
+    "DRAWS_GO_ON": Mutant(
+        "senders join",
+        (
+            Edit(
+                "kernels/dispatch/kernel.py",
+                "                    reset_counter(ctx.state_word(StateWord.DISPATCH_SLICES))\n",
+                "                    pass\n",
+            ),
+        ),
+    ),
+    # and with those that warps begin with: some are taken twice
+    "DRAWS_FROM_NONE": Mutant(
+        "senders join",
+        (
+            Edit(
+                "kernels/dispatch/recv.py",
+                "item_of(item_stride(ctx.ctas - ctx.grid.send_ctas), from_lane(asked, 0))",
+                "item_of(Int32(0), from_lane(asked, 0))",
+            ),
+        ),
+    ),
     # twins have one barrier, which lets either of them go when half of its threads have come
     "TWINS_ONE_BARRIER": Mutant(
         "two ahead on few SMs",

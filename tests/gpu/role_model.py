@@ -28,7 +28,7 @@ LOST = 0x7FFF
 NOT_HERE = -1
 STATE = {"dispatch": (0, 1), "combine": (2, 3)}
 """Words of the state: rounds sent, and rounds received."""
-STATE_WORDS = 11
+STATE_WORDS = 12
 
 
 def up(count: int, multiple: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -89,6 +89,10 @@ class Batch:
         return self._sums[turn, mode]
 
 
+JOINING = (
+    Entry(LAMPORT_TOKENS, MANY, 1 / 4, 4, split_from=2, joins=True),
+    Entry(MANY, MANY, 1 / 4, 1, split_from=2, joins=True),
+)
 ONE_CTA = Tuning(*[(Entry(LAMPORT_TOKENS, 1, 0, 1), Entry(MANY, 1, 0, 1))] * 2)
 
 
@@ -257,16 +261,19 @@ def draw_delay(generator: random.Random) -> int:
 
 
 @contextmanager
-def slow_ranks(runs: Sequence[Run]) -> Iterator[None]:
-    """Rank 0 of the runs that want it so launches one CTA."""
-    slow = [run.communicators[0] for run in runs if run.case.slow and run.communicators[0].device.type == "cuda"]
-    before = [communicator.tuning for communicator in slow]
-    for communicator in slow:
-        communicator.tuning = ONE_CTA
+def launch_shapes(runs: Sequence[Run]) -> Iterator[None]:
+    """Senders of the runs that want it so join, and rank 0 of a slow one launches one CTA."""
+    before = [(one, one.tuning) for run in runs for one in run.communicators if one.device.type == "cuda"]
+    for run in runs:
+        for rank, communicator in enumerate(run.communicators if run.communicators[0].device.type == "cuda" else ()):
+            if run.case.joins:
+                communicator.tuning = replace(communicator.tuning, dispatch=JOINING)
+            if run.case.slow and rank == 0:
+                communicator.tuning = ONE_CTA
     try:
         yield
     finally:
-        for communicator, tuning in zip(slow, before, strict=True):
+        for communicator, tuning in before:
             communicator.tuning = tuning
 
 
@@ -286,7 +293,7 @@ def run_schedules(*runs: Run, seed: int = 0) -> None:
     order = [(rank, place) for rank in range(ranks) for place in range(longest)]
     if not runs[0].case.by_rank:
         order.sort(key=lambda entry: entry[1])
-    with slow_ranks(runs):
+    with launch_shapes(runs):
         settle([c.device for c in runs[0].communicators])
         for rank, place in order:
             for run in runs:

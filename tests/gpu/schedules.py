@@ -78,6 +78,7 @@ class Case:
         streams: dispatches on one stream, combines on another, with an event between a batch's; ranks with a GPU each.
         crossed: in the last combine rank 0 gives back the first batch, and the others the last one.
         sms: budget of each rank, which has pipelines for many tokens; None: the default.
+        joins: senders of a dispatch receive when they have sent.
         by_rank: all calls of a rank are enqueued before any of the next one's; otherwise call after call on all ranks.
     """
 
@@ -90,6 +91,7 @@ class Case:
     streams: bool = False
     crossed: bool = False
     sms: int | None = None
+    joins: bool = False
     by_rank: bool = True
 
 
@@ -108,6 +110,7 @@ CASES = {
     "crossed": Case("dispatches", "few", crossed=True),
     "combines on few SMs": Case("combines", "many", idle=True, sms=4),
     "two ahead on few SMs": Case("two ahead", slow=True, sms=4),
+    "senders join": Case("two ahead", idle=True, sms=4, joins=True),
 }
 """The schedules that GPU tests run; `mutants` says which of them finds which mistake."""
 

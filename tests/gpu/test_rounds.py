@@ -75,7 +75,8 @@ def test_sm_budget_does_not_change_bytes(devices: list[str], sms: int) -> None:
 
 
 ODD_SHAPES = ((1, 0, MAX_SLICES), (7, 0.9, 1), (33, 0.01, 2), (5, 0.3, 16), (MANY, 0.5, 4))
-"""(CTAs at most, share of senders, slices while tokens are few); senders of every other table are packed."""
+"""(CTAs at most, share of senders, slices while tokens are few); senders of every other table are packed,
+those of every third one join."""
 
 
 def odd_tuning(number: int) -> Tuning:
@@ -84,9 +85,9 @@ def odd_tuning(number: int) -> Tuning:
     for turn in (number, number + 2):
         grid, senders, slices = ODD_SHAPES[turn % len(ODD_SHAPES)]
         fewer = min(slices, max(slices_for(MANY)))
-        packed = turn % 2 == 1
-        few = Entry(LAMPORT_TOKENS, grid, senders, slices, packed)
-        tables.append((few, Entry(MANY, grid, senders, fewer, packed)))
+        others = {"packed": turn % 2 == 1, "joins": turn % 3 == 1}
+        few = Entry(LAMPORT_TOKENS, grid, senders, slices, **others)
+        tables.append((few, Entry(MANY, grid, senders, fewer, **others)))
     return Tuning(*tables)
 
 

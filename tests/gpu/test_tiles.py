@@ -23,6 +23,8 @@ from cute_ep.layouts.maps.scales import (
 )
 from cute_ep.testing.verify import POISON, RoundOptions, check_round, poisoned_buffers
 from cute_ep.testing.workloads import RankInputs, make_inputs
+from cute_ep.tuning.launch_shape import MANY as EVERY
+from cute_ep.tuning.launch_shape import Entry, Tuning
 
 from .conftest import connected
 
@@ -107,6 +109,19 @@ def test_turns_with_rows_that_are_not_tiled(devices: list[str]) -> None:
                 counts = counts_of(len(devices), turn) if turn != 3 else [MANY - 1] * len(devices)
                 inputs = make_inputs(cfg, counts, routing, turn)
                 check_round(communicators, inputs, RoundOptions(turn % 2 == 1, ("partial",), seed=turn))
+
+
+@pytest.mark.parametrize("senders", [1 / 4, 3 / 4])
+def test_senders_that_join_meet_the_others(devices: list[str], senders: float) -> None:
+    """All CTAs come to the meeting, those that send later, with twins or without."""
+    cfg = config(len(devices), "nvfp4", ATOM)
+    entry = Entry(EVERY, EVERY, senders, 2, split_from=2, joins=True)
+    for sms in (2, 5, None):
+        with connected(cfg, devices, sms=sms, tuning=Tuning((entry,), (entry,))) as communicators:
+            for turn in range(3):
+                inputs = make_inputs(cfg, counts_of(len(devices), turn), "one_rank", turn)
+                check_tiled(cfg, inputs, len(devices) - 1)
+                check_round(communicators, inputs, RoundOptions(modes=("partial",), prequantized=turn == 1, seed=turn))
 
 
 def test_rows_that_do_not_fit(devices: list[str]) -> None:

@@ -52,13 +52,21 @@ def test_blocks_and_a_shared_expert(fmt: str, options: dict[str, object]) -> Non
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8"])
+@pytest.mark.parametrize("order", [EXPERT_MAJOR, RANK_MAJOR])
 @pytest.mark.parametrize(
-    ("senders", "slices", "sms"), [(0, 1, 1), (0, 4, 2), (1 / 8, 2, 9), (1 / 2, 1, 1), (3 / 4, 4, 5)]
+    ("senders", "joins", "slices", "sms"),
+    [
+        *((0, False, 1, 1), (0, False, 4, 2), (1 / 8, False, 2, 9), (1 / 2, False, 1, 1), (3 / 4, False, 4, 5)),
+        *((1 / 8, True, 2, 9), (1 / 2, True, 1, 1), (3 / 4, True, 4, 5), (9 / 10, True, 1, 3)),
+    ],
 )
-def test_launch_shapes_do_not_change_bytes(fmt: str, senders: float, slices: int, sms: int) -> None:
-    """Twins of one CTA may have unlike roles."""
-    entry = Entry(MANY, MANY, senders, slices, packed=True, split_from=1)
-    with connected(config(fmt), PAIR, sms=sms, tuning=Tuning((entry,), (entry,))) as communicators:
+def test_launch_shapes_do_not_change_bytes(
+    fmt: str, senders: float, joins: bool, slices: int, sms: int, order: RowOrder
+) -> None:
+    """Twins of one CTA may have unlike roles, and senders may receive when they have sent."""
+    entry = Entry(MANY, MANY, senders, slices, packed=True, split_from=1, joins=joins)
+    cfg = config(fmt, row_order=order)
+    with connected(cfg, PAIR, sms=sms, tuning=Tuning((entry,), (entry,))) as communicators:
         for seed, counts in enumerate(COUNTS):
             options = RoundOptions(split=seed % 2 == 1)
             check_round(communicators, make_inputs(communicators[0].cfg, counts, "uniform", seed), options)

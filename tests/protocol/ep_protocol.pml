@@ -130,6 +130,7 @@
 #define ROLES 2
 #define FUSED 3
 #define MIXED 4
+#define JOINS 5
 #ifndef ORDER
 #define ORDER SPLIT
 #endif
@@ -187,6 +188,8 @@
 #define DIRECT_SPLIT 35      /* a launch that only sends leaves out its own rank, too */
 #define OWN_AWAITED 36       /* a rank waits for its own messages, which nobody sends */
 #define OWN_SLOT 37          /* a rank takes its own tokens from the slots of its messages */
+#define DRAWS_GO_ON 38       /* GRID: nobody resets the counter of messages that receiving CTAs take */
+#define DRAWS_FROM_NONE 39   /* GRID: they take those, too, that others begin with */
 #ifndef MUTANT
 #define MUTANT NONE
 #endif
@@ -1069,11 +1072,13 @@ init {
  *
  *   ORDER=ROLES  fused; the lower half of the CTAs sends, the upper half receives
  *   ORDER=FUSED  fused; every CTA sends and then receives
+ *   ORDER=JOINS  fused; the upper half receives, the lower half first sends; with TAKE (see there)
  *   ORDER=SPLIT  async, async, wait, async, wait, wait; every CTA sends or receives
  *   ROUTERS      the CTAs with the highest indices, which push the routing table, an LL word each
  *   MEET         some of the receives, by their tables, are tiled: their CTAs meet before a second pass
  *   PATIENT      with -DSLOW: the wait for the others of the meeting never times out
- *   TAKE         two messages more than sending CTAs: each has one dealt to it, and takes the others by number
+ *   TAKE         two messages more than sending CTAs: each has one dealt to it, and takes the others by number; so do
+ *                receiving CTAs with ORDER=JOINS, where those that do not send have one dealt to them
  *   TURNS        with TAKE: numbers alternate by parity, and a launch clears those of the next round (as in combine)
  *   MISTAKE      fused, async, fused, wait: the third launch finds round 2 sent and not received, and fails
  *
@@ -1082,6 +1087,7 @@ init {
  *   when a receiving launch has ended, num_rows is its epoch, or 0 after a timeout (-DSLOW: any wait may time out)
  *   a CTA in its second pass finds that every receiving CTA has ended its first one, of the same round
  *   no message is sent twice in a round (and none is left out, or its receiver waits for ever)
+ *   with ORDER=JOINS each message is received once in a round
  *
  * The publication is a weak store. Until the launch has ended it may land after the retraction, another CTA's store to
  * the same word, unless the announcing CTA fences before its add on the exit counter and the last one after its own.
@@ -1101,13 +1107,18 @@ init {
 #define sends(id) ((id) < SENDERS)
 #define receives(id) (!sends(id))
 #define ANNOUNCER (3 * CTAS / 4)
+#elif ORDER == JOINS
+#define SENDERS (CTAS / 2)
+#define sends(id) ((id) < SENDERS)
+#define receives(id) true
+#define ANNOUNCER (CTAS / 2)
 #else
 #define SENDERS CTAS
 #define sends(id) true
 #define receives(id) true
 #define ANNOUNCER (CTAS / 2)
 #endif
-#if ORDER == ROLES
+#if ORDER == ROLES || ORDER == JOINS
 #define POSTER (CTAS / 4)    /* the middle of the sending CTAs */
 #else
 #define POSTER (CTAS / 2)
@@ -1149,6 +1160,10 @@ byte taken[2];                              /* numbers that sending CTAs have ta
 byte taken;                                 /* state word: numbers that sending CTAs have taken */
 #define TAKEN(n) taken
 #endif
+#endif
+#if ORDER == JOINS
+byte drawn;                                 /* state word: numbers of messages that receiving CTAs have taken */
+byte got[MESSAGES];                         /* ghost: the last round in which a message was received */
 #endif
 byte resident;
 byte failures;                              /* ghost: CTAs of the launch that gave up */
@@ -1222,6 +1237,9 @@ inline leave(counter, ctas, ends) {
         :: else
         fi;
 #endif
+#if ORDER == JOINS && MUTANT != NO_RESET && MUTANT != DRAWS_GO_ON
+        drawn = 0;
+#endif
         if
         :: whole && ((ends) & SEND) -> send_epoch = sent + 1
         :: else
@@ -1234,6 +1252,8 @@ inline leave(counter, ctas, ends) {
     :: else
     fi
 }
+
+#define draw(number) d_step { number = (MUTANT == DRAWS_FROM_NONE -> 0 : CTAS - SENDERS) + drawn; drawn++ }
 
 proctype Cta(byte id; byte kind; byte sending; byte receiving) {
     byte sent, received, i;
@@ -1330,6 +1350,24 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
         :: alive && id == ANNOUNCER -> d_step { num_rows = received + 1; in_flight = received + 1 }
         :: else
         fi;
+#if ORDER == JOINS
+        if
+        :: sends(id) -> draw(i)
+        :: !sends(id) -> i = id - SENDERS
+        fi;
+        do
+        :: !alive || i >= MESSAGES -> i = 0; break
+        :: alive && i < MESSAGES ->
+            draw(next);                             /* while this one is received */
+            if
+            :: message_ready[i] >= received + 1 ->
+                d_step { assert(MESSAGE(received + 1, i) == received + 1 && got[i] != received + 1);
+                    got[i] = received + 1 }
+            TIMEOUT
+            fi;
+            i = next
+        od
+#else
         do
         :: !alive || i == MESSAGES -> i = 0; break
         :: alive && i < MESSAGES && !is_message(i) -> i++
@@ -1338,6 +1376,7 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
             i++
         TIMEOUT
         od
+#endif
     :: else
     fi;
 #ifdef MEET
@@ -1396,6 +1435,13 @@ inline launch_grid(kind) {
     fi;
     assert(send_epoch == sending && receive_epoch == receiving);
     assert(send_done == 0 && receive_done == 0);
+#if ORDER == JOINS
+    d_step {
+        do
+        :: id < MESSAGES -> assert(failures != 0 || got[id] == receiving); id++
+        :: else -> id = 0; break
+        od };
+#endif
     failures = 0
 }
 

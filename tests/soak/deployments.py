@@ -137,6 +137,7 @@ def draw_tuning(random: Random) -> Tuning:
             random.random() < 0.3,
             random.choice((1, 8, MANY)),
             random.choice((2, 4, 34)),
+            random.random() < 0.3,
         )
 
     few = sorted({random.choice((1, 16, 64, 256)), LAMPORT_TOKENS})

@@ -37,7 +37,7 @@ def entries(draw: st.DrawFn, most: int = MANY) -> Entry:
     senders = draw(st.floats(0, 1, exclude_max=True))
     slices = draw(st.sampled_from(slices_for(tokens)))
     grid, most_senders, split_from = (draw(st.integers(1, 300)) for _ in range(3))
-    return Entry(tokens, grid, senders, slices, draw(st.booleans()), most_senders, split_from)
+    return Entry(tokens, grid, senders, slices, draw(st.booleans()), most_senders, split_from, draw(st.booleans()))
 
 
 @st.composite

@@ -44,28 +44,33 @@ def test_with_fewer_ctas_a_row_is_cut_into_fewer_slices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "fmt", "sms", "tokens", "senders", "slices"),
+    ("order", "fmt", "sms", "tokens", "senders", "joins", "slices"),
     [
-        pytest.param("expert_major", "bf16", 24, 4096, 8, 1, id="a sixth"),
-        pytest.param("expert_major", "bf16", 24, 1024, 8, 4, id="a sixth, of fewer tokens"),
-        pytest.param("expert_major", "bf16", 8, 4096, 0, 1, id="too few to choose from"),
-        pytest.param("expert_major", "fp8", 24, 4096, 0, 1, id="shorter messages"),
-        pytest.param("expert_major", "fp8", 44, 4096, 29, 1, id="shorter messages, more SMs"),
-        pytest.param("expert_major", "nvfp4", 44, 4096, 0, 1, id="the shortest messages"),
-        pytest.param("rank_major", "bf16", 24, 4096, 16, 1, id="another order"),
-        pytest.param("rank_major", "bf16", 44, 4096, 22, 1, id="another order, more SMs"),
-        pytest.param("rank_major", "fp8", 24, 1024, 20, 1, id="another order, shorter messages"),
-        pytest.param("rank_major", "nvfp4", 44, 128, 37, 2, id="another order, few of the shortest messages"),
-        pytest.param("rank_major", "fp8", 8, 16, 0, 4, id="few tokens"),
+        pytest.param("expert_major", "bf16", 24, 4096, 12, True, 1, id="a quarter, which join"),
+        pytest.param("expert_major", "bf16", 24, 1024, 8, True, 4, id="a sixth, of fewer tokens"),
+        pytest.param("expert_major", "bf16", 44, 2048, 22, True, 2, id="a quarter, in slices"),
+        pytest.param("expert_major", "bf16", 24, 128, 6, False, 4, id="few tokens, whose senders do not join"),
+        pytest.param("expert_major", "bf16", 1, 4096, 2, False, 1, id="one SM"),
+        pytest.param("expert_major", "fp8", 24, 4096, 24, True, 1, id="shorter messages"),
+        pytest.param("expert_major", "fp8", 44, 4096, 44, True, 1, id="shorter messages, more SMs"),
+        pytest.param("expert_major", "nvfp4", 44, 4096, 77, True, 1, id="the shortest messages"),
+        pytest.param("rank_major", "bf16", 24, 4096, 16, False, 1, id="another order"),
+        pytest.param("rank_major", "bf16", 44, 4096, 22, False, 1, id="another order, more SMs"),
+        pytest.param("rank_major", "fp8", 24, 4096, 30, True, 1, id="another order, more tokens of shorter messages"),
+        pytest.param("rank_major", "nvfp4", 24, 1024, 48, False, 1, id="another order, the shortest messages"),
+        pytest.param("rank_major", "fp8", 24, 1024, 20, False, 1, id="another order, shorter messages"),
+        pytest.param("rank_major", "nvfp4", 44, 128, 37, False, 2, id="another order, few of the shortest messages"),
+        pytest.param("rank_major", "fp8", 8, 16, 16, False, 4, id="few tokens, of another order"),
     ],
 )
 def test_where_ctas_have_twins_dispatch_has_tables_of_its_own(
-    order: RowOrder, fmt: str, sms: int, tokens: int, senders: int, slices: int
+    order: RowOrder, fmt: str, sms: int, tokens: int, senders: int, joins: bool, slices: int
 ) -> None:
-    """senders: 0 where every twin sends."""
+    """Of all twins so many send; these then receive, too, if they join or if there are no others."""
     cfg = EPConfig(7168, 256, 8, 4096, 2, fmt, row_order=order)
     shape = built_in(cfg, sms, ring_bytes=RING_BYTES).shape("dispatch", tokens, sms, twins=True)
-    assert (shape.grid, shape.receive_from, shape.slices) == (2 * sms, senders, slices)
+    assert (shape.grid, shape.send_ctas, shape.joins, shape.slices) == (2 * sms, senders, joins, slices)
+    assert shape.receive_from == (0 if joins or senders == 2 * sms else senders)
 
 
 def test_tables_of_twins_are_for_all_rows() -> None:

@@ -55,8 +55,11 @@ def test_each_half_that_runs_has_a_cta_of_a_resident_grid(
             assert 0 <= shape.receive_from < shape.grid
         if sends and receives:
             assert shape.receive_from <= shape.send_ctas, "a CTA that neither sends nor receives"
+        entry = tuning.entry(operation, tokens)
         if shape.packed:
-            assert tuning.entry(operation, tokens).packed and 0 < shape.receive_from == shape.send_ctas
+            assert entry.packed and 0 < shape.receive_from == shape.send_ctas
+        if sends and receives and shape.send_ctas < shape.grid:
+            assert shape.receive_from == (0 if entry.joins and operation == "dispatch" else shape.send_ctas)
 
 
 @given(launches, tunings)
@@ -107,6 +110,17 @@ def test_below_split_from_every_cta_does_both() -> None:
     tuning = Tuning(table, table)
     shapes = [tuning.shape("dispatch", 100, ctas) for ctas in (39, 40, 264)]
     assert shapes == [Shape(39, 39, 0, 2), Shape(40, 10, 10, 2), Shape(264, 20, 20, 2)]
+
+
+def test_senders_of_a_fused_dispatch_may_receive_when_they_have_sent() -> None:
+    """No others may, and none are packed."""
+    table = (Entry(MANY, MANY, 1 / 4, 2, packed=True, joins=True),)
+    shapes = {name: Tuning(table, table).shape(name, 100, 40) for name in ("dispatch", "dispatch_async", "combine")}
+    assert shapes == {
+        "dispatch": Shape(40, 10, 0, 2),
+        "dispatch_async": Shape(40, 40, 40, 2),
+        "combine": Shape(40, 10, 10, 2, packed=True),
+    }
 
 
 @pytest.mark.parametrize(

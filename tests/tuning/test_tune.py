@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,30 +34,41 @@ from .launch_tables import CFG, MINE, find, has_flags, launches, setting
 def test_every_shape_that_is_tried_can_be_launched(launch: tuple[EPConfig, int, int], family: str) -> None:
     cfg, tokens, max_ctas = launch
     base = built_in(cfg, max_ctas)
-    fields = search.choices(family, cfg, tokens)
-    assert all(fields.values()) and sum(map(len, fields.values())) <= 21
-    for name, values in fields.items():
-        for value in values:
-            entry = replace(base.entry(family, tokens), tokens=tokens, **{name: value})
-            shape = base.revised(family, {tokens: entry}).shape(family, tokens, max_ctas)
-            assert has_flags(cfg, tokens, shape.slices)
-            assert shape.slices in slices_for(tokens)
-            assert shape.grid <= max_ctas and shape.send_ctas >= 1 and shape.receive_from < shape.grid
+    changes = search.choices(family, cfg, tokens)
+    assert all(changes) and sum(map(len, changes)) <= 25
+    for change in chain(*changes):
+        entry = replace(base.entry(family, tokens), tokens=tokens, **change)
+        shape = base.revised(family, {tokens: entry}).shape(family, tokens, max_ctas)
+        assert has_flags(cfg, tokens, shape.slices)
+        assert shape.slices in slices_for(tokens)
+        assert shape.grid <= max_ctas and shape.send_ctas >= 1 and shape.receive_from < shape.grid
+
+
+def test_senders_are_tried_with_and_without_joining() -> None:
+    """Each share alone and with the others receiving already, where there are others."""
+    tried = [(one["senders"], one["joins"]) for one in chain(*search.choices("dispatch", CFG, 8)) if "senders" in one]
+    assert len(tried) == len(set(tried)) == 2 * len(search.SENDERS["dispatch"]) - 1 and (0, True) not in tried
+    assert not any(one.get("joins") for one in chain(*search.choices("combine", CFG, 8)))
 
 
 def test_pieces_that_are_tried_are_no_smaller_than_a_segment() -> None:
-    fields = {fmt: search.choices("dispatch", replace(CFG, dispatch_format=fmt), 8)["slices"] for fmt in FORMATS}
-    assert fields["nvfp4"] == (1, 2, 4, 8), "3584 bytes are 7 segments"
-    assert max(fields["bf16"]) == min(MAX_SLICES, 32)
-    assert search.choices("dispatch", replace(CFG, hidden=8), 8)["slices"] == (1,)
-    assert search.choices("combine", CFG, LAMPORT_TOKENS + 1)["slices"] == slices_for(LAMPORT_TOKENS + 1) == (1, 2, 4)
+    def slices(family: str, cfg: EPConfig, tokens: int) -> tuple[int, ...]:
+        return tuple(one["slices"] for one in chain(*search.choices(family, cfg, tokens)) if "slices" in one)
+
+    assert slices("dispatch", replace(CFG, dispatch_format="nvfp4"), 8) == (1, 2, 4, 8), "3584 bytes are 7 segments"
+    assert max(slices("dispatch", replace(CFG, dispatch_format="bf16"), 8)) == min(MAX_SLICES, 32)
+    assert slices("dispatch", replace(CFG, hidden=8), 8) == (1,)
+    assert slices("combine", CFG, LAMPORT_TOKENS + 1) == slices_for(LAMPORT_TOKENS + 1) == (1, 2, 4)
 
 
 # ---- what is chosen
 
 
 DEFAULT = Entry(16, MANY, 0.25, 4)
-FIELDS = {"slices": (1, 2, 4, 8), "senders": (0, 0.25, 0.5), "grid": (64, MANY)}
+CHANGES = [
+    [{name: value} for value in values]
+    for name, values in {"slices": (1, 2, 4, 8), "senders": (0, 0.25, 0.5), "grid": (64, MANY)}.items()
+]
 
 
 def chosen(cost: Callable[[Entry, int], float]) -> tuple[search.Outcome, list[Entry]]:
@@ -70,7 +82,7 @@ def chosen(cost: Callable[[Entry, int], float]) -> tuple[search.Outcome, list[En
     def shape(entry: Entry) -> Shape:
         return Tuning((entry, Entry(MANY, 1, 0, 1)), MINE).shape("dispatch", 16, 64)
 
-    return search.choose(DEFAULT, FIELDS, shape, time), timed
+    return search.choose(DEFAULT, CHANGES, shape, time), timed
 
 
 def test_fields_are_tried_one_after_the_other_from_the_fastest_so_far() -> None:
@@ -171,6 +183,19 @@ def test_tune_writes_what_connect_finds(machine: list, file: Path, capsys: pytes
     wanted = few.revised("dispatch", {16: replace(few.entry("dispatch", 16), slices=2)})
     assert find(cfg, gpus=2, ctas=32).dispatch == wanted.dispatch != few.dispatch
     assert find(cfg, gpus=2) == found, "whole GPUs keep what was found"
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        (Shape(264, 264, 0, 2), "264, all, 2"),
+        (Shape(264, 66, 66, 4), "264, 66, 4"),
+        (Shape(264, 66, 66, 4, packed=True), "264, 66 packed, 4"),
+        (Shape(48, 12, 0, 1, twins=True), "48, 12 joining, 1"),
+    ],
+)
+def test_tune_says_which_ctas_send(shape: Shape, text: str) -> None:
+    assert tune.shape_text(shape) == text
 
 
 def test_tune_measures_every_format_and_range(machine: list, capsys: pytest.CaptureFixture) -> None:
