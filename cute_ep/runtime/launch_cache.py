@@ -140,7 +140,7 @@ class LaunchCache:
             shape = tuning.shape(operation, expected, self.max_ctas, whole_rows=whole_rows, **self._options)
             wide = operation.startswith("combine") and shape.threads == WIDE_THREADS
             flagged = self._are_flagged(tokens)
-            may_pipe = wide and not operation.endswith("_wait") and flagged
+            may_pipe = wide and not operation.endswith("_wait") and self._are_flagged(expected)
             ring_bytes = self.ring_bytes if may_pipe and self._pipelines else 0
             threads = PIPED_THREADS if ring_bytes else shape.threads
             grid = Grid(
