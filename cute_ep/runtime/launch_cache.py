@@ -27,7 +27,7 @@ from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.config import EPConfig
 from cute_ep.api.tensors import check_apart, end_of
 from cute_ep.api.validate import check_buffers
-from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MANY_SLICES, MAX_SLICES, has_whole_segments, pack_returns
+from cute_ep.layouts.maps.arena import MANY_SLICES, MAX_SLICES, has_whole_segments, pack_returns
 from cute_ep.layouts.maps.arguments import Grid, Scales, SharedExpert
 from cute_ep.layouts.maps.launch import PIPED_THREADS, WIDE_THREADS
 from cute_ep.layouts.maps.scales import scale_block
@@ -35,7 +35,7 @@ from cute_ep.layouts.maps.variants import PIPED_SUFFIX
 from cute_ep.runtime.arguments import output_record, scales_record, shared_record
 from cute_ep.runtime.driver import Kernel
 from cute_ep.runtime.parts import RankParts
-from cute_ep.tuning.launch_shape import PIPED_TOKENS, Tuning, has_pipelines, log2_of
+from cute_ep.tuning.launch_shape import Tuning, has_pipelines, log2_of, most_lamport_tokens
 
 SHAPES_KEPT = 1024
 """Launch shapes that a communicator keeps, one for each operation and number of tokens."""
@@ -116,6 +116,7 @@ class LaunchCache:
         self.pairs, self.ring_bytes = pairs, ring_bytes
         self._options = {"pairs": pairs, "whole_sms": whole_sms, "twins": ring_bytes > 0}
         self._pipelines = has_pipelines(cfg, ring_bytes)
+        self._most_lamport_tokens = most_lamport_tokens(cfg, max_ctas, ring_bytes)
         self._shapes: dict[tuple[str, int, bool], LaunchShape] = {}
         self._shapes_of: Tuning | None = None  # what they were found with
         self._receivers: WeakKeyDictionary[DispatchBuffers, dict[str, Kernel]] = WeakKeyDictionary()
@@ -168,7 +169,7 @@ class LaunchCache:
     def _are_flagged(self, tokens: int) -> bool:
         """Whether rows of so many tokens come home with flags: the arena has room for such rows of any number of
         tokens, or for none."""
-        return tokens > (PIPED_TOKENS if self._pipelines else LAMPORT_TOKENS)
+        return tokens > self._most_lamport_tokens
 
     def receiver(self, name: str, out: DispatchBuffers) -> Kernel | None:
         """The kernel of a name, bound to buffers that a call before was given; None when there was none, and then they

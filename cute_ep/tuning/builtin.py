@@ -10,7 +10,7 @@ from typing import TypeVar
 from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, LAMPORT_TOKENS, MANY_SLICES, SEGMENT_BYTES, message_bytes
 from cute_ep.layouts.maps.routing import RowOrder
-from cute_ep.tuning.launch_shape import MANY, PIPED_TOKENS, Entry, Tuning, has_pipelines
+from cute_ep.tuning.launch_shape import MANY, Entry, Tuning, has_pipelines, most_lamport_tokens
 
 Found = TypeVar("Found")
 
@@ -179,9 +179,9 @@ rows of 7168 elements in BF16, FP8 and NVFP4, 256 experts, top-8, with 8, 24 and
 Receivers write a message once where rows are by source rank, and as often as it has experts otherwise; quantised rows
 cost senders more."""
 OF_PIPELINES = Entry(MANY, MANY, 0, MANY_SLICES)
-"""Combine, where pipelines carry more than PIPED_TOKENS tokens: long rows have a flag for every four. Exact combine of
-1024 / 4096 tokens takes 217 / 730 us so on 24 SMs, with a flag for every 16 tokens 245 / 849; partial sums have longer
-spans (`kernels/combine/piped_schedule.py`; 2 x H200, 2026-11-27)."""
+"""Combine, where pipelines carry rows: long ones have a flag for every four. Exact combine of 1024 / 4096 tokens takes
+217 / 730 us so on 24 SMs, with a flag for every 16 tokens 245 / 849; partial sums have longer spans
+(`kernels/combine/piped_schedule.py`; 2 x H200, 2026-11-27)."""
 SEGMENTS_PER_SLICE: dict[str, dict[int, float]] = {
     "dispatch": {256: 1 / 2, MANY: 3 / 2},
     "combine": {LAMPORT_TOKENS: 1 / 2, MANY: 3 / 2},
@@ -204,9 +204,9 @@ def built_in(cfg: EPConfig, ctas: int, *, ring_bytes: int = 0) -> Tuning:
         dispatch = [dispatch[0], *_first_of(TWIN_DISPATCH[cfg.row_order], nbytes)]
     combine = _scaled(_first_of(COMBINE, cfg.peers), ctas)
     if has_pipelines(cfg, ring_bytes):
-        few = next(entry for entry in combine if entry.tokens >= PIPED_TOKENS)
-        combine = [*(entry for entry in combine if entry.tokens < PIPED_TOKENS), replace(few, tokens=PIPED_TOKENS)]
-        combine.append(OF_PIPELINES)
+        most = most_lamport_tokens(cfg, ctas, ring_bytes)
+        few = next(entry for entry in combine if entry.tokens >= most)
+        combine = [*(entry for entry in combine if entry.tokens < most), replace(few, tokens=most), OF_PIPELINES]
     return Tuning(_capped("dispatch", dispatch, cfg), _capped("combine", combine, cfg))
 
 

@@ -32,22 +32,28 @@ WIDE_TOKENS = 2
 twins. Partial combine of 128 tokens on 64 and 124 SMs takes 16.0 and 12.3 us so, else 16.8 and 11.6, of 1024 on 24 and
 124 SMs 140 and 57.5, else 220 and 64.7 (2 x H200, 2026-11-26); FP8 dispatch by source rank of 16 tokens on 8 and 24 SMs
 10.8 and 7.9, else 13.4 and 7.1 (2 x H200, 2026-11-27)."""
-PIPED_TOKENS = 512
-"""Most tokens whose rows come home as Lamport rows where CTAs may have pipelines, which take others. Partial and exact
-combine of 1024 tokens take 95 and 211 us so on 24 SMs, as Lamport rows 129 and 332, on 8 SMs 234 and 326 instead of
-345 and 812 (2 x H200, 2026-11-27)."""
+PIPED_TOKENS = 11
+"""Most tokens for each CTA whose rows come home as Lamport rows where CTAs may have pipelines, which take others.
+Partial combine of 256 / 384 tokens takes 38.0 / 45.9 us by pipelines on 24 SMs, as Lamport rows 37.0 / 52.8; of 64 on
+8 SMs 32.9 and 41.0; of 384 / 512 on 44 SMs 41.5 / 44.1 and 37.7 / 45.8. Exact combine of 128 to 512 tokens takes 0.39
+to 0.93 of the time by pipelines (2 x H200, 2026-11-27)."""
 FAMILIES = ("dispatch", "combine")
 """Operations that have a table; halves and modes share it."""
 
 
 def has_pipelines(cfg: EPConfig, ring_bytes: int) -> bool:
-    """Whether pipelines of combine carry rows of more than PIPED_TOKENS tokens, with so much shared memory for stages:
-    rows are not too long for them, and calls of more than LAMPORT_TOKENS tokens are possible, since the arena has room
-    for flagged rows of any number of tokens or of none."""
+    """Whether pipelines of combine carry rows, with so much shared memory for stages: rows are not too long for them,
+    and calls of more than LAMPORT_TOKENS tokens are possible, since the arena has room for flagged rows of any number
+    of tokens or of none."""
     row_bytes = cfg.hidden * COMBINE_ITEMSIZE
     few = row_bytes <= CONSUMERS * CONSUMER_SEGMENTS * SEGMENT_BYTES
     fits = few and ring_bytes >= (LEAST_STAGES + 1) * PIPELINES * row_bytes
     return fits and cfg.max_tokens_per_rank > LAMPORT_TOKENS
+
+
+def most_lamport_tokens(cfg: EPConfig, ctas: int, ring_bytes: int) -> int:
+    """Most tokens whose rows come home as Lamport rows, with so many CTAs at most. ring_bytes: as `has_pipelines`."""
+    return min(PIPED_TOKENS * ctas, LAMPORT_TOKENS) if has_pipelines(cfg, ring_bytes) else LAMPORT_TOKENS
 
 
 def slices_for(tokens: int) -> tuple[int, ...]:

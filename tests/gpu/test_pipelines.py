@@ -19,12 +19,14 @@ from .conftest import connected
 
 MOST = LAMPORT_TOKENS + 300
 ROUTINGS = ("uniform", "zipf", "one_expert", "masked", "one_rank", "repeated")
-COUNTS = (
-    *([MOST, MOST], [MOST, 0], [PIPED_TOKENS, MOST], [PIPED_TOKENS + 1, 3]),
-    *([MOST - 7, PIPED_TOKENS + 17], [LAMPORT_TOKENS, LAMPORT_TOKENS - 1]),
-)
-"""Tokens a rank: alike, of one rank alone, Lamport rows beside others, hardly more than these."""
 PAIR = ["cuda:0"] * 2
+
+
+def counts_of(sms: int) -> list[list[int]]:
+    """Tokens of two ranks: alike, of one rank alone, Lamport rows beside others, hardly more than these."""
+    few = PIPED_TOKENS * sms
+    beside = [few, MOST], [few + 1, 3], [MOST - 7, few + 17]
+    return [[MOST, MOST], [MOST, 0], *beside, [LAMPORT_TOKENS, LAMPORT_TOKENS - 1]]
 
 
 def config(hidden: int, top_k: int = 8, ranks: int = 2, **options: object) -> EPConfig:
@@ -38,7 +40,8 @@ def test_bytes_are_those_of_the_reference(hidden: int, sms: int) -> None:
     with connected(config(hidden), PAIR, sms=sms) as communicators:
         assert all(one._cache._pipelines for one in communicators), "they have pipelines"
         for seed, (routing, split) in enumerate(product(ROUTINGS, (False, True))):
-            inputs = make_inputs(communicators[0].cfg, COUNTS[seed % len(COUNTS)], routing, seed)
+            counts = counts_of(sms)
+            inputs = make_inputs(communicators[0].cfg, counts[seed % len(counts)], routing, seed)
             check_round(communicators, inputs, RoundOptions(split, seed=seed))
 
 
@@ -54,7 +57,7 @@ def test_own_sums_have_their_place_among_those_of_other_ranks(ranks: int, sms: i
         for seed, routing in enumerate(ROUTINGS):
             counts = [MOST - 5 * rank for rank in range(ranks)]
             if seed % 2:
-                counts[seed % ranks] = (0, 40, PIPED_TOKENS)[seed // 2]
+                counts[seed % ranks] = (0, 40, PIPED_TOKENS * sms)[seed // 2]
             inputs = make_inputs(cfg, counts, routing, seed)
             check_round(communicators, inputs, RoundOptions(seed=seed, dtype=(torch.bfloat16, torch.float32)[seed % 2]))
 
@@ -64,7 +67,7 @@ def test_own_sums_have_their_place_among_those_of_other_ranks(ranks: int, sms: i
 def test_other_outputs_orders_and_a_shared_expert(order: RowOrder, dtype: torch.dtype) -> None:
     cfg = config(1024, 3, row_order=order, fused_shared_expert=order == EXPERT_MAJOR)
     with connected(cfg, PAIR, sms=4) as communicators:
-        for seed, counts in enumerate(COUNTS):
+        for seed, counts in enumerate(counts_of(4)):
             inputs = make_inputs(cfg, counts, "uniform", seed)
             check_round(communicators, inputs, RoundOptions(dtype=dtype, seed=seed))
 
@@ -74,7 +77,7 @@ def test_launch_shapes_do_not_change_bytes(senders: float, slices: int) -> None:
     """Pipelines add up what comes home only where every CTA sends and receives."""
     entry = Entry(MANY, 12, senders, slices, split_from=1)
     with connected(config(2048), PAIR, sms=12, tuning=Tuning((entry,), (entry,))) as communicators:
-        for seed, counts in enumerate(COUNTS):
+        for seed, counts in enumerate(counts_of(12)):
             check_round(communicators, make_inputs(communicators[0].cfg, counts, "zipf", seed))
 
 
@@ -85,15 +88,16 @@ def test_the_least_stages_are_enough(hidden: int) -> None:
         for one in communicators:
             one._cache.ring_bytes = (LEAST_STAGES + 1) * PIPELINES * 2 * hidden
         for seed, routing in enumerate(ROUTINGS):
-            inputs = make_inputs(communicators[0].cfg, [MOST, MOST - 9, PIPED_TOKENS + 1], routing, seed)
+            inputs = make_inputs(communicators[0].cfg, [MOST, MOST - 9, 3 * PIPED_TOKENS + 1], routing, seed)
             check_round(communicators, inputs, RoundOptions(seed=seed))
 
 
 def test_each_rank_says_how_its_rows_come_home() -> None:
     """One has no pipelines, so that up to LAMPORT_TOKENS it gets Lamport rows back, where the other one gets flags."""
     with connected(config(2048), PAIR, sms=4) as communicators:
-        communicators[1]._cache._pipelines = False
-        for seed, (counts, split) in enumerate(product(COUNTS, (False, True))):
+        other = communicators[1]._cache
+        other._pipelines, other._most_lamport_tokens = False, LAMPORT_TOKENS
+        for seed, (counts, split) in enumerate(product(counts_of(4), (False, True))):
             check_round(communicators, make_inputs(communicators[0].cfg, counts, "zipf", seed), RoundOptions(split))
 
 

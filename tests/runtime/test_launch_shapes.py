@@ -175,11 +175,11 @@ RING, LEAST_RING = RING_BYTES, (LEAST_STAGES + 1) * PIPELINES * 14336
 @pytest.mark.parametrize(
     ("operation", "tokens", "hidden", "whole_sms", "ring_bytes", "piped"),
     [
-        pytest.param("combine", PIPED_TOKENS + 1, 7168, True, RING, True, id="many tokens, an SM for each CTA"),
+        pytest.param("combine", 24 * PIPED_TOKENS + 1, 7168, True, RING, True, id="many tokens, an SM for each CTA"),
         pytest.param("combine_async", 4096, 512, True, RING, True, id="its first half"),
         pytest.param("combine_wait", 4096, 512, True, RING, False, id="its second half sends nothing"),
         pytest.param("dispatch", 4096, 512, True, RING, False, id="dispatch"),
-        pytest.param("combine", PIPED_TOKENS, 7168, True, RING, False, id="Lamport rows"),
+        pytest.param("combine", 24 * PIPED_TOKENS, 7168, True, RING, False, id="Lamport rows"),
         pytest.param("combine", 0, 7168, True, RING, True, id="no tokens: others may have many"),
         pytest.param("combine", 4096, 7168, False, RING, False, id="two CTAs on an SM"),
         pytest.param("combine", 4096, 7184, True, RING, False, id="longer rows than consumers take"),
@@ -201,10 +201,10 @@ def test_combine_has_pipelines_for_many_tokens_on_few_sms(
 @pytest.mark.parametrize(
     ("tokens", "most", "hidden", "ring_bytes", "flagged"),
     [
-        pytest.param(PIPED_TOKENS + 1, 4096, 7168, RING, True, id="more tokens than without pipelines"),
-        pytest.param(PIPED_TOKENS, 4096, 7168, RING, False, id="fewer"),
-        pytest.param(PIPED_TOKENS + 1, LAMPORT_TOKENS, 7168, RING, False, id="no room for others than Lamport rows"),
-        pytest.param(PIPED_TOKENS + 1, 4096, 7184, RING, False, id="longer rows than pipelines carry"),
+        pytest.param(24 * PIPED_TOKENS + 1, 4096, 7168, RING, True, id="more tokens than without pipelines"),
+        pytest.param(24 * PIPED_TOKENS, 4096, 7168, RING, False, id="fewer"),
+        pytest.param(24 * PIPED_TOKENS + 1, LAMPORT_TOKENS, 7168, RING, False, id="room for Lamport rows only"),
+        pytest.param(24 * PIPED_TOKENS + 1, 4096, 7184, RING, False, id="longer rows than pipelines carry"),
         pytest.param(LAMPORT_TOKENS, 4096, 7168, 0, False, id="no pipelines"),
         pytest.param(LAMPORT_TOKENS + 1, 4096, 7168, 0, True, id="many tokens"),
         pytest.param(0, 4096, 7168, RING, False, id="none"),
@@ -283,7 +283,8 @@ def test_pipelines_are_told_what_other_kernels_of_their_mode_are(
     Calls are alike, so that the second of each is a repeat."""
     cfg = EPConfig(128, 8, 4, LAMPORT_TOKENS + 1, 2)
     rank = make_rank(cfg, few=True)
-    for tokens in (PIPED_TOKENS + 1, PIPED_TOKENS):
+    most = PIPED_TOKENS * rank.max_ctas
+    for tokens in (most + 1, most):
         given = torch.zeros(tokens, 128).bfloat16(), torch.zeros(tokens, 4, dtype=torch.int32), torch.ones(tokens, 4)
         batch = rank.dispatch(*given)
         for _ in range(2):

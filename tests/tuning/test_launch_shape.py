@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MANY_SLICES, MAX_SLICES
+from cute_ep.layouts.maps.launch import RING_BYTES
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 from cute_ep.layouts.maps.variants import COMBINE_KERNELS, COMBINE_MODES, DISPATCH_OPERATIONS
 from cute_ep.tuning.builtin import built_in
-from cute_ep.tuning.launch_shape import FAMILIES, MANY, Entry, Shape, Tuning
+from cute_ep.tuning.launch_shape import FAMILIES, MANY, PIPED_TOKENS, Entry, Shape, Tuning, most_lamport_tokens
 
 from .launch_tables import MINE, OPERATIONS, entries, has_flags, launches, tunings
 
@@ -96,6 +97,21 @@ def test_more_ctas_never_shrink_the_grid(launch: tuple[EPConfig, int, int], oper
 def test_combine_fills_sms_from_two_tokens_a_cta_on(operation: str, tokens: int, whole_sms: bool, threads: int) -> None:
     tuning = Tuning(MINE, MINE)
     assert tuning.shape(operation, tokens, 24, whole_sms=whole_sms).threads == threads
+
+
+@pytest.mark.parametrize(
+    ("ctas", "ring_bytes", "most"),
+    [
+        pytest.param(1, RING_BYTES, PIPED_TOKENS, id="one SM"),
+        pytest.param(24, RING_BYTES, 24 * PIPED_TOKENS, id="few"),
+        pytest.param(264, RING_BYTES, LAMPORT_TOKENS, id="more than the arena has room for"),
+        pytest.param(24, 0, LAMPORT_TOKENS, id="no pipelines"),
+    ],
+)
+def test_the_more_sms_the_more_tokens_whose_rows_come_home_as_lamport_rows(
+    ctas: int, ring_bytes: int, most: int
+) -> None:
+    assert most_lamport_tokens(EPConfig(7168, 8, 2, 4096, 2), ctas, ring_bytes) == most
 
 
 def test_one_cta_does_both_whatever_the_table_says() -> None:
