@@ -84,11 +84,13 @@ def orders_text(run: dict) -> str:
     return f"Dispatch by the order of rows, over the floor in brackets:\n\n{table}" if table else ""
 
 
-def predictions_text(run: dict, fits: dict) -> str:
-    """What the model says of machines that were not measured; "" when it knows no rates for this one."""
-    table = elsewhere_table(fits, Ceilings(**run["ceilings"]), next(iter(run["machine"]["gpus"].values())))
-    sizes = "/".join(map(str, PREDICTED_TOKENS))
-    words = f"Predicted, not measured, with Hopper's overheads, flags and arithmetic: us of {sizes} tokens:"
+def predictions_text(runs: Mapping[str, dict], fits: Mapping[str, dict]) -> str:
+    """What the model says of machines that were not measured, by the run on most GPUs: on two of them bytes over links
+    and in memory are in proportion, so that many shares explain the times. "" when it knows no rates for this one."""
+    name = max(runs, key=lambda one: len(runs[one]["machine"]["gpus"]))
+    machine, sizes = runs[name]["machine"], "/".join(map(str, PREDICTED_TOKENS))
+    table = elsewhere_table(fits[name], Ceilings(**runs[name]["ceilings"]), next(iter(machine["gpus"].values())))
+    words = f"Predicted, not measured, with the overheads, flags and arithmetic of {name}: us of {sizes} tokens:"
     return f"{words}\n\n{table}" if table else ""
 
 
@@ -252,7 +254,7 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
         "uniform routing.",
         markdown(("run", *next(iter(ceilings.values())), "farthest"), far),
         f"## The model\n\n{summary_text((run, fits[name]) for name, run in runs.items())}",
-        predictions_text(main, fits[next(iter(runs))]),
+        predictions_text(runs, fits),
     ]
     return f"{paragraphs(parts)}\n"
 

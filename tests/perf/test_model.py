@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cute_ep.bench.measure import CONDITIONS
-from perf import model
+from perf import model, pages
 from perf.runs import read_kept
 from tests.perf.example import CEILINGS, example_run, synthetic
 
@@ -56,6 +56,17 @@ def test_other_machines_scale_with_their_nominal_rates() -> None:
     assert eight["parts"][0][0] / (64 * 14336) == pytest.approx(4.63, rel=0.1)  # remote ranks of a token, top-8 of 256
     text = model.page(example_run(), [example_run()])
     assert "NVL72" in text and "8 x H200" in text
+
+
+def test_predictions_are_from_the_run_on_most_gpus() -> None:
+    few, many = example_run(), example_run() | {"cases": synthetic(overhead=40.0)}
+    many["machine"] = many["machine"] | {"gpus": {f"cuda:{index}": "NVIDIA H200" for index in range(4)}}
+    runs = {"h200x2": few, "h200x4": many}
+    text = pages.predictions_text(runs, {name: model.fit_model([run]) for name, run in runs.items()})
+    assert "arithmetic of h200x4: us of 1/128/4096 tokens" in text
+    assert text.split("\n\n")[1] == model.elsewhere_table(model.fit_model([many]), CEILINGS, "NVIDIA H200")
+    unknown = {"x": few | {"machine": few["machine"] | {"gpus": {"cuda:0": "GeForce"}}}}
+    assert pages.predictions_text(unknown, {"x": model.fit_model([few])}) == ""
 
 
 def test_a_sentence_says_how_well_runs_are_explained() -> None:
