@@ -1073,6 +1073,7 @@ init {
  *   ORDER=ROLES  fused; the lower half of the CTAs sends, the upper half receives
  *   ORDER=FUSED  fused; every CTA sends and then receives
  *   ORDER=JOINS  fused; the upper half receives, the lower half first sends; with TAKE (see there)
+ *   MOST         with ORDER=JOINS: all CTAs but one send, the one that announces among them
  *   ORDER=SPLIT  async, async, wait, async, wait, wait; every CTA sends or receives
  *   ROUTERS      the CTAs with the highest indices, which push the routing table, an LL word each
  *   MEET         some of the receives, by their tables, are tiled: their CTAs meet before a second pass
@@ -1108,7 +1109,11 @@ init {
 #define receives(id) (!sends(id))
 #define ANNOUNCER (3 * CTAS / 4)
 #elif ORDER == JOINS
+#ifdef MOST
+#define SENDERS (CTAS - 1)
+#else
 #define SENDERS (CTAS / 2)
+#endif
 #define sends(id) ((id) < SENDERS)
 #define receives(id) true
 #define ANNOUNCER (CTAS / 2)
