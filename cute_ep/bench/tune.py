@@ -16,6 +16,8 @@ from cute_ep.tuning.launch_shape import MANY, Entry, Shape, Tuning, slices_for
 
 GRIDS = (32, 64, ONE_A_SM, MANY)
 SENDERS = {"dispatch": (0, 1 / 8, 1 / 4, 3 / 8, 1 / 2), "combine": (0, 1 / 2, 2 / 3, 208 / 264)}
+JOINING = (1 / 6, 1 / 4, 1 / 2, 5 / 8, 7 / 8)
+"""Shares of a dispatch's senders that receive when they have sent: the longer they send, the more of them."""
 MOST_SENDERS = {"dispatch": (28, 44, 64), "combine": (MANY,)}
 SAMPLES, FINAL_SAMPLES = 40, 120
 MARGIN = 0.02
@@ -43,11 +45,9 @@ def choices(family: str, cfg: EPConfig, tokens: int) -> list[list[dict[str, Any]
         "most_senders": MOST_SENDERS[family],
     }
     tried = [[{name: value} for value in values] for name, values in fields.items()]
-    joins = (False, True) if dispatches else (False,)
-    tried.append(
-        [{"senders": share, "joins": join} for share in SENDERS[family] for join in joins if share or not join]
-    )
-    return [*tried, [{"grid": grid} for grid in GRIDS]]
+    apart = [{"senders": share, "joins": False} for share in SENDERS[family]]
+    joining = [{"senders": share, "joins": True} for share in JOINING] if dispatches else []
+    return [*tried, apart + joining, [{"grid": grid} for grid in GRIDS]]
 
 
 def choose(

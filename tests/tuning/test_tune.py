@@ -20,7 +20,7 @@ from cute_ep.cli.main import main
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MAX_SLICES
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.runtime import connection
-from cute_ep.tuning.builtin import ONE_A_SM, TABLE_CTAS, built_in
+from cute_ep.tuning.builtin import ONE_A_SM, TABLE_CTAS, TWIN_DISPATCH, built_in
 from cute_ep.tuning.file import read_tables
 from cute_ep.tuning.launch_shape import FAMILIES, MANY, Entry, Shape, Tuning, slices_for
 from tests.fake_gpu import GPU
@@ -35,7 +35,7 @@ def test_every_shape_that_is_tried_can_be_launched(launch: tuple[EPConfig, int, 
     cfg, tokens, max_ctas = launch
     base = built_in(cfg, max_ctas)
     changes = search.choices(family, cfg, tokens)
-    assert all(changes) and sum(map(len, changes)) <= 25
+    assert all(changes) and sum(map(len, changes)) <= 26
     for change in chain(*changes):
         entry = replace(base.entry(family, tokens), tokens=tokens, **change)
         shape = base.revised(family, {tokens: entry}).shape(family, tokens, max_ctas)
@@ -44,10 +44,12 @@ def test_every_shape_that_is_tried_can_be_launched(launch: tuple[EPConfig, int, 
         assert shape.grid <= max_ctas and shape.send_ctas >= 1 and shape.receive_from < shape.grid
 
 
-def test_senders_are_tried_with_and_without_joining() -> None:
-    """Each share alone and with the others receiving already, where there are others."""
+def test_what_ships_is_tried_of_senders_that_join() -> None:
+    """None join where none only send: (0, True) would be (0, False) once more."""
     tried = [(one["senders"], one["joins"]) for one in chain(*search.choices("dispatch", CFG, 8)) if "senders" in one]
-    assert len(tried) == len(set(tried)) == 2 * len(search.SENDERS["dispatch"]) - 1 and (0, True) not in tried
+    tables = chain(*(table.values() for table in TWIN_DISPATCH.values()))
+    assert {(entry.senders, True) for entry in chain(*tables) if entry.joins} <= set(tried)
+    assert (0, False) in tried and (0, True) not in tried and len(tried) == len(set(tried))
     assert not any(one.get("joins") for one in chain(*search.choices("combine", CFG, 8)))
 
 
