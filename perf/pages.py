@@ -85,8 +85,8 @@ def orders_text(run: dict) -> str:
 
 
 def predictions_text(runs: Mapping[str, dict], fits: Mapping[str, dict]) -> str:
-    """What the model says of machines that were not measured, by the run on most GPUs: on two of them bytes over links
-    and in memory are in proportion, so that many shares explain the times. "" when it knows no rates for this one."""
+    """What the model says of machines that were not measured, by the run on most GPUs; "" without rates for it. On two
+    GPUs bytes over links and in memory are in proportion, so that unlike shares explain the times equally well."""
     name = max(runs, key=lambda one: len(runs[one]["machine"]["gpus"]))
     machine, sizes = runs[name]["machine"], "/".join(map(str, PREDICTED_TOKENS))
     table = elsewhere_table(fits[name], Ceilings(**runs[name]["ceilings"]), next(iter(machine["gpus"].values())))

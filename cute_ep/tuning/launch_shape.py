@@ -34,9 +34,9 @@ twins. Partial combine of 128 tokens on 64 and 124 SMs takes 16.0 and 12.3 us so
 10.8 and 7.9, else 13.4 and 7.1 (2 x H200, 2026-11-27)."""
 PIPED_TOKENS = 11
 """Most tokens for each CTA whose rows come home as Lamport rows where CTAs may have pipelines, which take others.
-Partial combine of 256 / 384 tokens takes 38.0 / 45.9 us by pipelines on 24 SMs, as Lamport rows 37.0 / 52.8; of 64 on
-8 SMs 32.9 and 41.0; of 384 / 512 on 44 SMs 41.5 / 44.1 and 37.7 / 45.8. Exact combine of 128 to 512 tokens takes 0.39
-to 0.93 of the time by pipelines (2 x H200, 2026-11-27)."""
+Partial combine of 256 / 384 tokens on 24 SMs takes 38.0 / 45.9 us by pipelines and 37.0 / 52.8 as Lamport rows, of 384
+/ 512 on 44 SMs 41.5 / 44.1 and 37.7 / 45.8, of 64 on 8 SMs, where they are Lamport rows nevertheless, 32.9 and 41.0.
+Exact combine of 128 to 512 tokens takes 0.39 to 0.93 of the time by pipelines (2 x H200, 2026-11-27)."""
 FAMILIES = ("dispatch", "combine")
 """Operations that have a table; halves and modes share it."""
 

@@ -88,7 +88,8 @@ def packed_cta(block: Int32, blocks: Int32) -> Int32:
 
 
 def control_cta(ctas: Int32) -> Int32:
-    """Which of `ctas` CTAs has other work; of static items it carries none while the others have enough warps."""
+    """Which of `ctas` CTAs has other work; of the items of `static_first` it carries none while the others have enough
+    warps."""
     return quotient(ctas, 2)
 
 
@@ -169,9 +170,10 @@ def _working_ctas(items: Int32, ctas: Int32, warps: Int32 | int = WARPS) -> Int3
 
 
 def item_of(static: Int32, ticket: Int32, turns: Int32 | int = 1, turn: Int32 | int = 0) -> Int32:
-    """The item, or chunk, of a ticket that a CTA has drawn (`sync.take_ticket`): the first `static` ones are scheduled
-    statically, and of the others each of `turns` counters has every turns-th, from the one of its `turn` on. CTAs with
-    the same work are not equally fast, since they share their SM or not: this gives each what it can carry."""
+    """The item, or chunk, of a ticket that a CTA or warp has drawn (`sync.take_ticket`): the first `static` ones are
+    scheduled statically, and of the others each of `turns` counters has every turns-th, from the one of its `turn` on.
+    CTAs with the same work are not equally fast, since they share their SM or not: this gives each what it can
+    carry."""
     return static + ticket * turns + turn
 
 

@@ -23,10 +23,10 @@ PAIR = ["cuda:0"] * 2
 
 
 def counts_of(sms: int) -> list[list[int]]:
-    """Tokens of two ranks: alike, of one rank alone, Lamport rows beside others, hardly more than these."""
+    """Tokens of two ranks: alike, of one rank alone, Lamport rows beside others, hardly more than these, none."""
     few = PIPED_TOKENS * sms
     beside = [few, MOST], [few + 1, 3], [MOST - 7, few + 17]
-    return [[MOST, MOST], [MOST, 0], *beside, [LAMPORT_TOKENS, LAMPORT_TOKENS - 1]]
+    return [[MOST, MOST], [MOST, 0], *beside, [LAMPORT_TOKENS, LAMPORT_TOKENS - 1], [0, few]]
 
 
 def config(hidden: int, top_k: int = 8, ranks: int = 2, **options: object) -> EPConfig:
