@@ -263,17 +263,21 @@ def draw_delay(generator: random.Random) -> int:
 @contextmanager
 def launch_shapes(runs: Sequence[Run]) -> Iterator[None]:
     """Senders of the runs that want it so join, and rank 0 of a slow one launches one CTA."""
-    before = [(one, one.tuning) for run in runs for one in run.communicators if one.device.type == "cuda"]
-    for run in runs:
-        for rank, communicator in enumerate(run.communicators if run.communicators[0].device.type == "cuda" else ()):
-            if run.case.joins:
-                communicator.tuning = replace(communicator.tuning, dispatch=JOINING)
-            if run.case.slow and rank == 0:
-                communicator.tuning = ONE_CTA
+    before = [
+        (run.case, rank, one, one.tuning)
+        for run in runs
+        for rank, one in enumerate(run.communicators)
+        if one.device.type == "cuda"
+    ]
+    for case, rank, communicator, tuning in before:
+        if case.joins:
+            communicator.tuning = replace(tuning, dispatch=JOINING)
+        if case.slow and rank == 0:
+            communicator.tuning = ONE_CTA
     try:
         yield
     finally:
-        for communicator, tuning in before:
+        for _, _, communicator, tuning in before:
             communicator.tuning = tuning
 
 
