@@ -2,11 +2,11 @@
 
 The position of entry (token, k) counts the earlier entries of the same rank with the same key: its expert, or in
 rank-major order the rank that owns it. There only a token's last entry for a rank has a key, so that positions count
-tokens. A route CTA takes spans of entries, ROUTE_WARPS times what a warp ranks at once: 32, or in rank-major order
-those of whole tokens. For each span it histograms all entries before it in shared memory (integer adds: order does not
-matter) and ranks its own entries by lane and by warp. So there is no exchange between CTAs, and the result does not
-depend on timing. All that it tells is LL words, which need no flag: a table travels ahead of the rows on the links
-instead of waiting for a fence that follows them.
+tokens. A route CTA takes neighbouring spans of entries, ROUTE_WARPS times what a warp ranks at once: 32, or in
+rank-major order those of whole tokens. It counts all entries before its first span in shared memory (integer adds:
+order does not matter), ranks the entries of a span by lane and by warp, and adds them to the counts. So there is no
+exchange between CTAs, and the result does not depend on timing. All that it tells is LL words, which need no flag: a
+table travels ahead of the rows on the links instead of waiting for a fence that follows them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,29 @@ ROUTE_WARPS = 8
 """A CTA's first warps, which rank the entries of a span, one a lane."""
 
 
+@cute.jit
+def spans_of(cta: Int32, ctas: Int32, senders: Int32, spans: Int32) -> tuple[Int32, Int32]:
+    """(first, end) of a CTA's part of `spans` spans: neighbours, so that it counts each id once.
+
+    Spans are dealt out from the highest CTA but one down, since those have the least to send; where CTAs have several,
+    to those that do not send, if these are half of all. The highest counts all ids, for which peers wait first: it has
+    an empty span behind the others, unless there is one span, or one CTA.
+    """
+    routers = ctas - 1
+    share = Int32(spans > 1)
+    if (spans > routers) & (routers > 0):
+        if 2 * senders <= ctas:
+            routers = cutlass.max(routers - senders, Int32(1))
+        share = Int32(Uint32(spans + routers - 1) // Uint32(routers))
+    first = (ctas - 2 - cta) * share
+    end = cutlass.min(first + share, spans)
+    if cta == ctas - 1:
+        first, end = spans, spans + 1
+        if (spans <= 1) | (ctas == 1):
+            first, end = Int32(0), cutlass.max(spans, Int32(1))
+    return first, end
+
+
 class Route:
     """Builds this rank's routing table and pushes it to all peers."""
 
@@ -49,40 +72,51 @@ class Route:
         """Wait until the peers have read round epoch - 2, then push; False, in every thread, after a timeout or out of
         order; `sent` as in `Context.wait_all_ranks`.
 
-        Called by all CTAs. Spans are taken from the highest CTA down: those have the least to send. The first span,
-        and ids before it, are on their way from memory during the wait, whose barrier also follows the zeroing of the
-        tables. Peers wait for counts first. Several spans are followed by an empty one, whose CTA counts and has
-        nothing to rank.
+        Called by all CTAs. The first span, and ids before it, are on their way from memory during the wait, whose
+        barrier also follows the zeroing of the tables.
         """
+        span, end = self._spans(ctx)
+        counts = self._counts_all(ctx)
+        rId = cute.make_rmem_tensor(IDS_IN_FLIGHT, Int32)
+        given, weight = self._load_span(ctx, span)
+        if span < end:
+            self._load_before(ctx, span, self._place(ctx), rId)
+            self._zero_counts(ctx)
+        word = StateWord.DISPATCH_SEND_EPOCH
+        alive = ctx.wait_all_ranks(ctx.arena.dispatch_consumed, ctx.epoch - 2, Phase.DISPATCH_CONSUMED, sent, word)
+        if alive and span < end:
+            if counts:
+                self._push_header(ctx)
+            self._count_before(ctx, span, rId)
+        while alive and span < end:
+            next_given, next_weight = Int32(MASKED_ENTRY), Int32(0)
+            if span + 1 < end:
+                next_given, next_weight = self._load_span(ctx, span + 1)
+            key, earlier = self._rank_span(ctx, span, given)
+            if counts & (span + 1 == end):
+                self._push_counts(ctx)
+            self._push_entries(ctx, span, self._entry(ctx, given, key, earlier), weight)
+            span += 1
+            given, weight = next_given, next_weight
+            if span < end:
+                sync_twin()
+                self._add_counts(ctx)
+                sync_twin()
+        return alive
+
+    @cute.jit
+    def _spans(self, ctx: DispatchContext) -> tuple[Int32, Int32]:
+        """(first, end) of the CTA's spans."""
         entries = ctx.input.tokens * ctx.top_k
         if cutlass.const_expr(self.rank_major):
             spans = Int32(Uint32(entries + self._in_span(ctx) - 1) // Uint32(self._in_span(ctx)))
         else:
             spans = quotient(entries + (self._in_span(ctx) - 1), self._in_span(ctx))
-        spans += Int32(spans != 1)
-        span = ctx.ctas - 1 - ctx.cta
-        rId = cute.make_rmem_tensor(IDS_IN_FLIGHT, Int32)
-        given, weight = self._load_span(ctx, span)
-        self._load_before(ctx, span, self._place(ctx), rId)
-        if span < spans:
-            self._zero_counts(ctx)
-        word = StateWord.DISPATCH_SEND_EPOCH
-        alive = ctx.wait_all_ranks(ctx.arena.dispatch_consumed, ctx.epoch - 2, Phase.DISPATCH_CONSUMED, sent, word)
-        while alive and span < spans:
-            if span == spans - 1:
-                self._push_header(ctx)
-            key, earlier = self._count_span(ctx, span, given, rId)
-            if span == spans - 1:
-                self._push_counts(ctx)
-            self._push_entries(ctx, span, self._entry(ctx, given, key, earlier), weight)
-            span += ctx.ctas
-            given, weight = self._load_span(ctx, span)
-            self._load_before(ctx, span, self._place(ctx), rId)
-            if span < spans:
-                sync_twin()
-                self._zero_counts(ctx)
-                sync_twin()
-        return alive
+        return spans_of(ctx.cta, ctx.ctas, ctx.grid.send_ctas, spans)
+
+    def _counts_all(self, ctx: DispatchContext) -> Boolean:
+        """Whether the CTA tells peers the counts of all entries."""
+        return ctx.cta == ctx.ctas - 1
 
     def _lanes(self, ctx: DispatchContext) -> Int32 | int:
         """Lanes of a warp that have an entry."""
@@ -140,10 +174,9 @@ class Route:
     @cute.jit
     def _load_before(self, ctx: DispatchContext, span: Int32, index: Int32, rId: cute.Tensor) -> None:
         """Expert ids of entries index, index + `_step`, ... that come before a span."""
-        entries = ctx.input.tokens * ctx.top_k
         before = self._before(ctx, span)
         rId.fill(MASKED_ENTRY)
-        due = (index < before) & ((span - 1) * self._in_span(ctx) < entries)
+        due = index < before
         if cutlass.const_expr(self.rank_major):
             due = due & (ctx.lane < self._lanes(ctx))
         if due:
@@ -152,12 +185,9 @@ class Route:
                     rId[turn] = given_id(ctx.ids, ctx.entries, index + turn * self._step(ctx))
 
     @cute.jit
-    def _count_span(self, ctx: DispatchContext, span: Int32, given: Int32, rId: cute.Tensor) -> tuple[Int32, Int32]:
-        """(key of the thread's own entry of a span, entries of its warp before it with the same key); rId holds the
-        first ids before the span. Afterwards the histogram counts all of these, the table of counts the entries of the
-        span's warps."""
+    def _count_before(self, ctx: DispatchContext, span: Int32, rId: cute.Tensor) -> None:
+        """Add the entries before a span to the histogram; rId holds the first ids. No barrier follows."""
         sHistogram = shared_array(self.histogram, Int32)
-        sCounts = shared_array(self.warp_counts, Uint8)
         index = self._place(ctx)
         while self._first_of_warp(ctx, index) < self._before(ctx, span):
             for turn in cutlass.range_constexpr(IDS_IN_FLIGHT):
@@ -166,6 +196,12 @@ class Route:
                     cute.arch.atomic_add(sHistogram.iterator + before, Int32(1))
             index += self._step(ctx) * IDS_IN_FLIGHT
             self._load_before(ctx, span, index, rId)
+
+    @cute.jit
+    def _rank_span(self, ctx: DispatchContext, span: Int32, given: Int32) -> tuple[Int32, Int32]:
+        """(key of the thread's own entry of a span, entries of its warp before it with the same key). Afterwards the
+        table of counts has the entries of the span's warps, and the histogram those before the span."""
+        sCounts = shared_array(self.warp_counts, Uint8)
         own = span * self._in_span(ctx) + self._place(ctx)
         beyond = Boolean(False)
         if self._has_place(ctx, own):
@@ -245,6 +281,18 @@ class Route:
                 if ctx.input.router_weights != Int64(0):
                     weights = ctx.there(peer, ctx.arena.weights, parity, ctx.rank)
                     store_ll(row_address(weights, index, LL_BYTES), weight, ctx.epoch)
+
+    @cute.jit
+    def _add_counts(self, ctx: DispatchContext) -> None:
+        """Move a span's entries from the table of counts to the histogram; between two barriers."""
+        sHistogram = shared_array(self.histogram, Int32)
+        sCounts = shared_array(self.warp_counts, Uint8)
+        for key in cutlass.range(ctx.tid, self._keys(ctx), THREADS, unroll=1):
+            total = sHistogram[key]
+            for warp in cutlass.range_constexpr(ROUTE_WARPS):
+                total += Int32(sCounts[warp, key])
+                sCounts[warp, key] = Uint8(0)
+            sHistogram[key] = total
 
     @cute.jit
     def _push_counts(self, ctx: DispatchContext) -> None:
