@@ -148,7 +148,6 @@ TWIN_DISPATCH: dict[RowOrder, dict[int, tuple[Entry, ...]]] = {
         MANY: (
             UP_TO_32_OF_TWINS,
             Entry(256, MANY, 1 / 8, 4, split_from=26),
-            Entry(1024, MANY, 1 / 6, 4, joins=True),
             Entry(2048, MANY, 1 / 4, 2, joins=True),
             Entry(MANY, MANY, 1 / 4, 1, joins=True),
         ),

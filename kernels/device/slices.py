@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 
 from cute_ep.kernels.device.block import shared_array
-from cute_ep.kernels.device.divide import Divisor, quotient, round_up
+from cute_ep.kernels.device.divide import Divisor, quotient, remainder, round_up
 from cute_ep.layouts.maps.arena import CHUNK, HeaderWord, message_slices_log2
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import WARPS
@@ -175,6 +175,39 @@ def item_of(static: Int32, ticket: Int32, turns: Int32 | int = 1, turn: Int32 | 
     CTAs with the same work are not equally fast, since they share their SM or not: this gives each what it can
     carry."""
     return static + ticket * turns + turn
+
+
+PARTS = 4
+"""Parts of a slice that warps draw one by one."""
+WHOLE = -1
+"""The part that is all of a slice."""
+
+
+def drawn_items(items: Int32, split: Int32) -> Int32:
+    """How many numbers `split_item` has for `items` items, of which the last `split` are drawn in parts."""
+    return items + (PARTS - 1) * split
+
+
+def split_item(number: Int32, items: Int32, split: Int32) -> tuple[Int32, Int32]:
+    """(item, part) of a number: first come the whole items, then the PARTS parts of each of the last `split` ones. A
+    warp that takes a whole one last would keep a launch from ending long after others have nothing to do."""
+    beyond = number - (items - split)
+    item = items - split + quotient(beyond, PARTS)
+    return cutlass.select_(beyond < 0, number, item), cutlass.select_(
+        beyond < 0, Int32(WHOLE), remainder(beyond, PARTS)
+    )
+
+
+def part_of(whole: RowSlice, part: Int32) -> RowSlice:
+    """A part of a slice, or all of it (WHOLE). The last parts of a short one are empty (first >= last)."""
+    share = quotient(whole.last - whole.first + PARTS - 1, PARTS)
+    first = whole.first + part * share
+    return RowSlice(
+        whole.index,
+        whole.token,
+        cutlass.select_(part < 0, whole.first, first),
+        cutlass.select_(part < 0, whole.last, cutlass.min(first + share, whole.last)),
+    )
 
 
 def has_bit(bits: Uint32, index: Int32) -> Boolean:

@@ -9,7 +9,7 @@ the own rank.
 
 Which slices a warp takes is known before, unless CTAs that send join those that only receive. Then each warp of the
 latter begins with a slice, and all other slices are drawn from a counter: also by CTAs that have sent all that they
-send.
+send. Of long slices the last ones, as many as there are warps, are drawn in parts.
 """
 
 from __future__ import annotations
@@ -19,19 +19,25 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 
 from cute_ep.kernels.device.arith import opaque
-from cute_ep.kernels.device.block import shared_array
+from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.device.context import DispatchContext, owns_shared
 from cute_ep.kernels.device.memory import array, pointer, row_address
 from cute_ep.kernels.device.slices import (
+    PARTS,
+    WHOLE,
     RowSlice,
     control_cta,
+    drawn_items,
     first_item,
     from_lane,
     highest,
     is_same_turn,
     item_of,
     item_stride,
+    part_of,
+    segments_of,
     slice_of,
+    split_item,
     static_first,
     static_stride,
     turned_source,
@@ -82,10 +88,11 @@ class DispatchRecv:
         sItems = shared_array(self.tables.items, Int32)
         item = self._first_item(ctx, receiver, receivers)
         turned = Int32(0)
-        while alive and item < sItems[0]:
-            asked = Int32(0)
+        while alive and item < drawn_items(sItems[0], self._split(ctx)):
+            asked, part = Int32(0), Int32(WHOLE)
             if self._joining(ctx) > 0:
                 asked = self._ask(ctx)  # its latency passes while this item is taken
+                item, part = split_item(item, sItems[0], self._split(ctx))
             turn, index = turned_source(item, turned, ctx.by_ranks)
             if cutlass.const_expr(self.direct):  # a warp with tokens of the own rank only would be done early
                 same = is_same_turn(static_stride(sItems[0], receivers), ctx.by_ranks)
@@ -95,7 +102,7 @@ class DispatchRecv:
             if source >= ctx.ranks:
                 source -= ctx.ranks
             log2 = message_slices_log2(sHeader[source, int(HeaderWord.MESSAGES)])
-            row_slice = slice_of(index, log2, vectors_of(ctx.wire.payload_bytes))
+            row_slice = part_of(slice_of(index, log2, vectors_of(ctx.wire.payload_bytes)), part)
             if row_slice.token < sHeader[source, int(HeaderWord.TOKENS)] and row_slice.first < row_slice.last:
                 alive = self._take(ctx, source, row_slice)
             if self._joining(ctx) > 0:
@@ -120,9 +127,16 @@ class DispatchRecv:
         some = (ctx.grid.receive_from == 0) & (ctx.grid.send_ctas < ctx.ctas)
         return cutlass.select_(some, ctx.grid.send_ctas, Int32(0))
 
+    def _split(self, ctx: DispatchContext) -> Int32:
+        """How many of the last items are drawn in parts; none where a warp would load less than it can."""
+        segments = segments_of(vectors_of(ctx.wire.payload_bytes)) >> ctx.input.message_slices_log2
+        long = (self._joining(ctx) > 0) & (segments > (PARTS - 1) * LOADS_IN_FLIGHT)
+        last = cutlass.min(shared_array(self.tables.items, Int32)[0], item_stride(ctx.ctas))
+        return cutlass.select_(long, last, Int32(0))
+
     @cute.jit
     def _first_item(self, ctx: DispatchContext, receiver: Int32, receivers: Int32) -> Int32:
-        """The item that a warp begins with."""
+        """The item that a warp begins with; where senders join, its number (`split_item`)."""
         item = static_first(shared_array(self.tables.items, Int32)[0], receiver, receivers, ctx.warp)
         joining = self._joining(ctx)
         if joining > 0:
@@ -141,7 +155,7 @@ class DispatchRecv:
         return ticket
 
     def _drawn_item(self, ctx: DispatchContext, asked: Int32) -> Int32:
-        """The item of a ticket, behind those that warps begin with."""
+        """The number of a ticket, behind those that warps begin with (`split_item`)."""
         return item_of(item_stride(ctx.ctas - ctx.grid.send_ctas), from_lane(asked, 0))
 
     @cute.jit

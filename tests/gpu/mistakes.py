@@ -300,6 +300,16 @@ MUTANTS = {
             ),
         ),
     ),
+    # the last slices, which are drawn in parts, are drawn as often as whole ones
+    "PARTS_NOT_DRAWN": Mutant(
+        "senders join",
+        (Edit("kernels/dispatch/recv.py", "item < drawn_items(sItems[0], self._split(ctx))", "item < sItems[0]"),),
+    ),
+    # a CTA of the route role forgets the entries of its spans but the last
+    "SPANS_NOT_ADDED": Mutant(
+        "senders join",
+        (Edit("kernels/dispatch/route.py", "            sHistogram[key] = total\n", ""),),
+    ),
     # twins have one barrier, which lets either of them go when half of its threads have come
     "TWINS_ONE_BARRIER": Mutant(
         "two ahead on few SMs",

@@ -79,6 +79,7 @@ class Case:
         crossed: in the last combine rank 0 gives back the first batch, and the others the last one.
         sms: budget of each rank, which has pipelines for many tokens; None: the default.
         joins: senders of a dispatch receive when they have sent.
+        hidden: elements of a row.
         by_rank: all calls of a rank are enqueued before any of the next one's; otherwise call after call on all ranks.
     """
 
@@ -92,6 +93,7 @@ class Case:
     crossed: bool = False
     sms: int | None = None
     joins: bool = False
+    hidden: int = 1024
     by_rank: bool = True
 
 
@@ -110,14 +112,14 @@ CASES = {
     "crossed": Case("dispatches", "few", crossed=True),
     "combines on few SMs": Case("combines", "many", idle=True, sms=4),
     "two ahead on few SMs": Case("two ahead", slow=True, sms=4),
-    "senders join": Case("two ahead", idle=True, sms=4, joins=True),
+    "senders join": Case("two ahead", idle=True, sms=4, joins=True, hidden=3584),
 }
 """The schedules that GPU tests run; `mutants` says which of them finds which mistake."""
 
 
-def config_of(case: Case, ranks: int, timeout_s: float = 30, hidden: int = 1024) -> EPConfig:
+def config_of(case: Case, ranks: int, timeout_s: float = 30) -> EPConfig:
     """The deployment of a case."""
-    return EPConfig(hidden, 8 * ranks, 4, max(TOKENS["both"]), ranks, case.fmt, timeout_s)
+    return EPConfig(case.hidden, 8 * ranks, 4, max(TOKENS["both"]), ranks, case.fmt, timeout_s)
 
 
 @dataclass(frozen=True)

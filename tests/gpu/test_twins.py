@@ -70,3 +70,26 @@ def test_launch_shapes_do_not_change_bytes(
         for seed, counts in enumerate(COUNTS):
             options = RoundOptions(split=seed % 2 == 1)
             check_round(communicators, make_inputs(communicators[0].cfg, counts, "uniform", seed), options)
+
+
+@pytest.mark.parametrize("order", [EXPERT_MAJOR, RANK_MAJOR])
+@pytest.mark.parametrize(
+    ("fmt", "hidden", "slices"),
+    [
+        pytest.param("bf16", 3584, 1, id="14 segments, four parts"),
+        pytest.param("bf16", 7168, 2, id="halves of 14"),
+        pytest.param("bf16", 6664, 2, id="of 14 and 13, the last one short"),
+        pytest.param("fp8", 7168, 1, id="14 with scale factors"),
+        pytest.param("nvfp4", 7168, 1, id="7, taken whole"),
+    ],
+)
+@pytest.mark.parametrize("sms", [1, 5])
+def test_last_rows_are_drawn_in_parts(fmt: str, hidden: int, slices: int, sms: int, order: RowOrder) -> None:
+    """Lamport rows and others, of a rank with more of them than warps or with fewer, beside one whose slices differ."""
+    entry = Entry(MANY, MANY, 1 / 4, slices, split_from=1, joins=True)
+    few = Entry(300, MANY, 1 / 4, 4 * slices, split_from=1, joins=True)
+    tuning = Tuning((few, entry), (few, entry))
+    with connected(config(fmt, hidden, row_order=order), PAIR, sms=sms, tuning=tuning) as communicators:
+        for seed, counts in enumerate(([MOST, MOST - 7], [MOST, 0], [LAMPORT_TOKENS, 290], [40, 3])):
+            inputs = make_inputs(communicators[0].cfg, counts, ROUTINGS[seed % len(ROUTINGS)], seed)
+            check_round(communicators, inputs, RoundOptions(modes=("partial",), seed=seed))
