@@ -34,9 +34,10 @@ twins. Partial combine of 128 tokens on 64 and 124 SMs takes 16.0 and 12.3 us so
 10.8 and 7.9, else 13.4 and 7.1 (2 x H200, 2026-11-27)."""
 PIPED_TOKENS = 11
 """Most tokens for each CTA whose rows come home as Lamport rows where CTAs may have pipelines, which take others.
-Partial combine of 256 / 384 tokens on 24 SMs takes 38.0 / 45.9 us by pipelines and 37.0 / 52.8 as Lamport rows, of 384
-/ 512 on 44 SMs 41.5 / 44.1 and 37.7 / 45.8, of 64 on 8 SMs, where they are Lamport rows nevertheless, 32.9 and 41.0.
-Exact combine of 128 to 512 tokens takes 0.39 to 0.93 of the time by pipelines (2 x H200, 2026-11-27)."""
+Partial combine of 64 / 128 tokens on 8 SMs takes 32.8 / 43.7 us by pipelines and 28.5 / 48.9 as Lamport rows, of 256 /
+512 on 24 SMs 37.8 / 55.7 and 36.7 / 67.1, on 44 SMs 31.5 / 44.0 and 25.0 / 43.6; of four ranks on 24 SMs 52.7 / 87.2
+and 51.9 / 95.6. Exact combine of 128 to 512 tokens takes 0.44 to 0.96 of the time by pipelines on 8 and 24 SMs (2 and
+4 x H200, 2026-11-27)."""
 FAMILIES = ("dispatch", "combine")
 """Operations that have a table; halves and modes share it."""
 

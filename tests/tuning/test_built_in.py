@@ -12,7 +12,7 @@ from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MANY_SLICES, message_byte
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.launch import RING_BYTES
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, RowOrder
-from cute_ep.tuning.builtin import COMBINE, DISPATCH, TABLE_CTAS, built_in
+from cute_ep.tuning.builtin import COMBINE, DISPATCH, FEW_RETURNS, TABLE_CTAS, built_in
 from cute_ep.tuning.launch_shape import FAMILIES, MANY, PIPED_TOKENS, Entry
 
 from .launch_tables import CFG
@@ -36,11 +36,29 @@ def test_with_fewer_ctas_a_row_is_cut_into_fewer_slices() -> None:
         return [tuning.entry(family, tokens).slices for tuning in tables.values()]
 
     assert slices("dispatch", 1024) == [1, 1, 1, 2, 4, 4] and slices("combine", 1024) == [1, 4, 8, 16, 32, 32]
-    assert slices("dispatch", 16) == [1, 4, 8, 8, 8, 8] and slices("combine", 16) == [2, 16, 32, 32, 32, 32]
-    for family in FAMILIES:
-        for tuning in tables.values():
-            for entry, whole in zip(tuning.table(family), tables[TABLE_CTAS].table(family), strict=True):
+    assert slices("dispatch", 16) == [1, 4, 8, 8, 8, 8]
+    for tuning in tables.values():
+        for family, few in (("dispatch", 0), ("combine", FEW_RETURNS[MANY])):
+            known, own = ([one for one in a.table(family) if one.tokens > few] for a in (tables[TABLE_CTAS], tuning))
+            for entry, whole in zip(own, known, strict=True):
                 assert replace(entry, slices=whole.slices) == whole
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sms", "slices"),
+    [
+        pytest.param(2, 8, [32, 16, 16, 16, 8, 4, 2, 1, 1], id="8"),
+        pytest.param(2, 24, [32, 32, 16, 16, 16, 16, 8, 4, 2], id="24"),
+        pytest.param(4, 44, [32, 32, 32, 16, 16, 16, 16, 8, 4], id="44, more ranks"),
+        pytest.param(2, 64, [32, 32, 32, 32, 16, 16, 16, 8, 4], id="64"),
+        pytest.param(2, 132, [32, 32, 32, 32, 32, 16, 16, 16, 16], id="132"),
+        pytest.param(2, TABLE_CTAS, [32] * 8 + [16], id="all, two CTAs each"),
+    ],
+)
+def test_few_rows_come_home_in_a_slice_a_warp(ranks: int, sms: int, slices: list[int]) -> None:
+    """On so many SMs; of 2, 4, ... 512 tokens."""
+    tuning = built_in(replace(CFG, world_size=ranks), sms)
+    assert [tuning.entry("combine", 2 << power).slices for power in range(9)] == slices
 
 
 @pytest.mark.parametrize(
