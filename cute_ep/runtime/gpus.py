@@ -29,21 +29,27 @@ def sm_budget(device: str | torch.device, sms: int | None) -> int:
     return sms or have
 
 
-def ring_bytes(device: torch.device, ctas: int, ranks: int) -> int:
-    """Shared memory for the stages of piped kernels: RING_BYTES, or as much as the GPU has; 0 where CTAs that take an
-    SM each may find no place beside others.
+def most_piped_ctas(device: torch.device, ranks: int) -> int:
+    """CTAs of a rank at most that may take all of an SM's shared memory, with so many ranks on the device.
 
     An SM's split of shared memory and L1 seems to be that of its TPC: beside 48 CTAs of one rank, an SM each, 48 CTAs
     with all of an SM's shared memory did not start (H200, 66 TPCs, 2026-11-27). So all other launches are taken to hold
     a TPC with each CTA: those of as many ranks, or of a second stream.
+    """
+    return torch.cuda.get_device_properties(device).multi_processor_count // (2 * max(ranks, 2) - 1)
+
+
+def ring_bytes(device: torch.device, ctas: int, ranks: int) -> int:
+    """Shared memory for the stages of piped kernels: RING_BYTES, or as much as the GPU has; 0 where CTAs that take an
+    SM each may find no place beside others (`most_piped_ctas`).
 
     Args:
         ctas: of a launch, at most.
         ranks: on the device.
     """
-    properties = torch.cuda.get_device_properties(device)
-    if (2 * max(ranks, 2) - 1) * ctas > properties.multi_processor_count:
+    if ctas > most_piped_ctas(device, ranks):
         return 0
+    properties = torch.cuda.get_device_properties(device)
     return min(RING_BYTES, properties.shared_memory_per_block_optin - KEPT_BYTES)
 
 

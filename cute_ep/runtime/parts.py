@@ -35,8 +35,8 @@ from cute_ep.runtime.driver import (
     on_device,
     resident_ctas,
 )
-from cute_ep.runtime.gpus import FEW_FREE_SMS, ring_bytes, sm_budget
-from cute_ep.tuning.launch_shape import Tuning
+from cute_ep.runtime.gpus import FEW_FREE_SMS, most_piped_ctas, ring_bytes, sm_budget
+from cute_ep.tuning.launch_shape import Tuning, has_pipelines
 
 LOG = logging.getLogger(__name__)
 
@@ -144,8 +144,16 @@ def share_of(device: torch.device, ctas: int, find: Callable[..., Tuning], *, ra
     return Share(ctas, find(ctas, ring_bytes=ring), ring, ranks)
 
 
-def max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:
+PIPED_REACH = 1.25
+"""Dispatch and partial combine of 4096 BF16 tokens take 465 us with 44 CTAs, which have pipelines, and 537, 496 and 463
+with 48, 56 and 64, which have none; of 1024 tokens 144, 158, 139 and 130 (2 x H200, 2026-11-27)."""
+
+
+def max_ctas(cfg: EPConfig, device: torch.device, sms: int | None, ranks_on_device: int) -> int:
     """CTAs of one rank at most; those of all ranks on a device are sure to be resident together.
+
+    A few `sms` more than CTAs with pipelines may be are as many as these: up to PIPED_REACH times as many, without
+    pipelines, are slower.
 
     The hardware puts CTAs on idle SMs first, so up to as many as there are SMs have one each. An SM that holds a CTA
     takes those of another kernel only if its split of shared memory and L1 fits them (H200, 2026-11-23: beside a
@@ -155,9 +163,12 @@ def max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int
     budget = sm_budget(device, sms)
     everything = resident_ctas(device.index)
     have = everything // CTAS_PER_SM
-    if ranks_on_device > 1:
-        return max(1, min(budget, (have - FREE_SMS) // ranks_on_device))
-    return everything if budget == have else budget
+    if budget == have and ranks_on_device == 1:
+        return everything
+    ctas = budget if ranks_on_device == 1 else max(1, min(budget, (have - FREE_SMS) // ranks_on_device))
+    piped = most_piped_ctas(device, ranks_on_device)
+    few_more = sms is not None and piped < ctas <= PIPED_REACH * piped
+    return piped if few_more and has_pipelines(cfg, ring_bytes(device, piped, ranks_on_device)) else ctas
 
 
 def prepare_rank(who: Origin, share: Share, library: Library, undo: ExitStack, *, first_rank: int = 0) -> RankParts:

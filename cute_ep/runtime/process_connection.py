@@ -109,7 +109,7 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
         if cfg.nodes > 1:
             check_transport(transport)
             sms = sms_over_nodes(device, sms)
-        share = share_of(device, max_ctas(device, sms, 1), options.finder(node, device, node.world_size))
+        share = share_of(device, max_ctas(node, device, sms, 1), options.finder(node, device, node.world_size))
         return Place.of(cfg, device), transport, (device, share)
 
     (_, transport, gpu), said = meeting.on_all_ranks(look_around, lambda found: found[:2], doing="look at its device")

@@ -11,6 +11,7 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.runtime import connection
 from cute_ep.runtime.parts import RankParts
 from cute_ep.tuning.builtin import built_in
@@ -113,6 +114,26 @@ def test_ranks_that_share_a_gpu_share_its_ctas_and_leave_sms_free(
     assert [rank.shared_device for rank in ranks] == [devices.count(index) > 1 for index in devices]
     few = [108 <= count < 132 for count in ctas]
     assert [rank.pairs for rank in ranks] == few, "who leaves few SMs free leaves whole TPCs"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "devices", "sms", "ctas"),
+    [
+        pytest.param(4096, [0, 1], 44, 44, id="a third"),
+        pytest.param(4096, [0, 1], 45, 44, id="one more"),
+        pytest.param(4096, [0, 1], 55, 44, id="a quarter more"),
+        pytest.param(4096, [0, 1], 56, 56, id="many more"),
+        pytest.param(4096, [0, 0], 48, 44, id="ranks that share a GPU"),
+        pytest.param(4096, [0, 0], None, 62, id="all SMs"),
+        pytest.param(LAMPORT_TOKENS, [0, 1], 48, 48, id="tokens that need no pipelines"),
+    ],
+)
+def test_few_more_sms_than_pipelines_may_have_are_not_taken(
+    gpus: None, tokens: int, devices: list, sms: int | None, ctas: int
+) -> None:
+    cfg = EPConfig(7168, 8, 2, tokens, 2)
+    ranks = connection.connect_local(cfg, [f"cuda:{index}" for index in devices], sms=sms)
+    assert [rank.max_ctas for rank in ranks] == [ctas] * 2
 
 
 def test_a_gpu_without_clusters_has_no_pairs(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
