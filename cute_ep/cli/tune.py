@@ -38,8 +38,9 @@ LOG = logging.getLogger(__name__)
 OPERATIONS = {"dispatch": ("dispatch",), "combine": ("combine_exact", "combine_partial")}
 """What is timed for a family's table; the geometric mean counts. Combine is timed with the first format only: rows come
 home in bfloat16 whatever they were dispatched in."""
-TOKENS, QUICK_TOKENS = "1,8,32,64,128,256,512,1024,2048,4096", "1,16,64,128,256,512,1024,4096"
-"""The quick ones: one in each range of the built-in tables."""
+TOKENS, QUICK_TOKENS = "1,4,8,16,32,64,128,256,512,1024,2048,4096", "1,16,64,128,256,512,1024,4096"
+"""One in each range of the built-in tables but the one that ends where pipelines begin; the quick ones: of the tables
+for whole GPUs."""
 TIMEOUT_S = 30.0
 
 

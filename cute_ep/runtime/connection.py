@@ -82,7 +82,8 @@ def connect_local(
         devices: one device a rank: several GPUs; one GPU named `world_size` times (virtual ranks, each on its own
             stream with its share of the SMs); or "cpu" everywhere for the reference backend. "cuda" is the current one.
         sms: SMs that one rank's kernels may take from others: N of them run at most N CTAs, one on each. Default: all,
-            with two CTAs on each; where ranks share a GPU, an equal part of all but FREE_SMS, with one.
+            with two CTAs on each; where ranks share a GPU, an equal part of all but FREE_SMS, with one. A few more
+            than a third of the SMs may count as a third (docs/use.md).
         library: folder of compiled kernels to look in first, before the package's own and ~/.cache/cute_ep
             (in $XDG_CACHE_HOME, where that is set). A kernel that is in none of them is compiled into the last, where
             the DSL is installed.

@@ -30,7 +30,7 @@ def sm_budget(device: str | torch.device, sms: int | None) -> int:
 
 
 def most_piped_ctas(device: torch.device, ranks: int) -> int:
-    """CTAs of a rank at most that may take all of an SM's shared memory, with so many ranks on the device.
+    """Most CTAs of a rank that may each take all of an SM's shared memory, with so many ranks on the device.
 
     An SM's split of shared memory and L1 seems to be that of its TPC: beside 48 CTAs of one rank, an SM each, 48 CTAs
     with all of an SM's shared memory did not start (H200, 66 TPCs, 2026-11-27). So all other launches are taken to hold

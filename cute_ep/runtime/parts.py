@@ -145,15 +145,16 @@ def share_of(device: torch.device, ctas: int, find: Callable[..., Tuning], *, ra
 
 
 PIPED_REACH = 1.25
-"""Dispatch and partial combine of 4096 BF16 tokens take 465 us with 44 CTAs, which have pipelines, and 537, 496 and 463
-with 48, 56 and 64, which have none; of 1024 tokens 144, 158, 139 and 130 (2 x H200, 2026-11-27)."""
+"""How many times as many CTAs as pipelines may have are given up for pipelines. Dispatch and partial combine of 4096
+BF16 tokens take 465 us with 44 CTAs, which have pipelines, and 537, 496 and 463 with 48, 56 and 64, which have none; of
+1024 tokens 144, 158, 139 and 130 (2 x H200, 132 SMs, 2026-11-27)."""
 
 
 def max_ctas(cfg: EPConfig, device: torch.device, sms: int | None, ranks_on_device: int) -> int:
     """CTAs of one rank at most; those of all ranks on a device are sure to be resident together.
 
-    A few `sms` more than CTAs with pipelines may be are as many as these: up to PIPED_REACH times as many, without
-    pipelines, are slower.
+    Where combine has pipelines, `sms` of up to PIPED_REACH times `most_piped_ctas` give that many CTAs: a few more,
+    without pipelines, are slower.
 
     The hardware puts CTAs on idle SMs first, so up to as many as there are SMs have one each. An SM that holds a CTA
     takes those of another kernel only if its split of shared memory and L1 fits them (H200, 2026-11-23: beside a

@@ -205,8 +205,8 @@ as they can be. Rows of 2048 to 6144 elements, otherwise measured as DISPATCH.""
 def built_in(cfg: EPConfig, ctas: int, *, ring_bytes: int = 0) -> Tuning:
     """The tables that ship, for ranks with so many CTAs and such rows. With fewer than TABLE_CTAS slices are fewer in
     proportion, so that a warp has as many; where an entry takes part of the CTAs, from half of its grid down. Few rows
-    that come home have as many as FEW_RETURNS says. Rows that are too short for that many slices (SEGMENTS_PER_SLICE)
-    have fewer. CTAs with `ring_bytes` of shared memory for
+    that come home to up to ONE_A_SM CTAs, which are taken to have an SM each, have as many as FEW_RETURNS says. Rows
+    that are too short for that many slices (SEGMENTS_PER_SLICE) have fewer. CTAs with `ring_bytes` of shared memory for
     stages (`cute_ep.runtime.gpus`) may have twins, and pipelines.
 
     4 x H200, 2026-11-22, 16 SMs a rank: partial combine of 1024 tokens 623 -> 315 us (284 where every CTA does both).
@@ -239,8 +239,8 @@ def _scaled(table: tuple[Entry, ...], ctas: int) -> list[Entry]:
 
 
 def _few_returns(table: Sequence[Entry], ctas: int, most: int) -> list[Entry]:
-    """A table of combine for so few CTAs, its entries up to `most` tokens anew: by powers of two, with a warp for each
-    slice, or two slices for each warp where they do not come out even. More slices than 16 need three warps each."""
+    """A table of combine for so few CTAs, its entries up to `most` tokens anew: by powers of two, with about as many
+    slices, up to 16, as wide CTAs have warps; with 32 where there are more than three such warps for each."""
     few = []
     for tokens in (1 << power for power in range(1, most.bit_length())):
         warps = WIDE_WARPS * ctas / tokens

@@ -1,9 +1,9 @@
 """Which warp carries what: a row is cut into slices, a slice into segments of 32 vectors of 16 bytes.
 
-A warp carries a slice by itself. While tokens are few a row has several slices, so that many warps carry it, on as many
-SMs as there are. Where rows are not Lamport rows, the warps of a CTA carry CHUNK neighbouring slices side by side,
-which share a flag: a flag costs a link as much as 128 bytes of rows, and its fence holds a warp until its stores have
-arrived.
+A warp carries a slice, or a part of one, by itself. While tokens are few a row has several slices, so that many warps
+carry it, on as many SMs as there are. Where rows are not Lamport rows, the warps of a CTA carry CHUNK neighbouring
+slices side by side, which share a flag: a flag costs a link as much as 128 bytes of rows, and its fence holds a warp
+until its stores have arrived.
 
 The first items are scheduled statically. Further ones may be scheduled dynamically: a warp draws a ticket when it is
 ready, from a counter of its CTA (`Tickets`) or, where each warp has many items, from one that CTAs share (`item_of`).
@@ -190,7 +190,7 @@ def drawn_items(items: Int32, split: Int32) -> Int32:
 
 def split_item(number: Int32, items: Int32, split: Int32) -> tuple[Int32, Int32]:
     """(item, part) of a number: first come the whole items, then the PARTS parts of each of the last `split` ones. A
-    warp that takes a whole one last would keep a launch from ending long after others have nothing to do."""
+    warp that drew a whole one last would keep the launch running long after other warps have nothing left to do."""
     beyond = number - (items - split)
     item = items - split + quotient(beyond, PARTS)
     return cutlass.select_(beyond < 0, number, item), cutlass.select_(

@@ -128,7 +128,8 @@ class DispatchRecv:
         return cutlass.select_(some, ctx.grid.send_ctas, Int32(0))
 
     def _split(self, ctx: DispatchContext) -> Int32:
-        """How many of the last items are drawn in parts; none where a warp would load less than it can."""
+        """How many of the last items are drawn in parts: none where a part would be shorter than what a warp loads at
+        once. The own rank's slices decide, which need not be those of other sources."""
         segments = segments_of(vectors_of(ctx.wire.payload_bytes)) >> ctx.input.message_slices_log2
         long = (self._joining(ctx) > 0) & (segments > (PARTS - 1) * LOADS_IN_FLIGHT)
         last = cutlass.min(shared_array(self.tables.items, Int32)[0], item_stride(ctx.ctas))

@@ -38,8 +38,8 @@ def spans_of(cta: Int32, ctas: Int32, senders: Int32, spans: Int32) -> tuple[Int
     """(first, end) of a CTA's part of `spans` spans: neighbours, so that it counts each id once.
 
     Spans are dealt out from the highest CTA but one down, since those have the least to send; where CTAs have several,
-    to those that do not send, if these are half of all. The highest counts all ids, for which peers wait first: it has
-    an empty span behind the others, unless there is one span, or one CTA.
+    to those that do not send, if these are at least half. The highest counts all ids, for which peers wait first: it
+    has an empty span behind the others, unless there is one span, or one CTA.
     """
     routers = ctas - 1
     share = Int32(spans > 1)
@@ -78,8 +78,9 @@ class Route:
         span, end = self._spans(ctx)
         counts = self._counts_all(ctx)
         rId = cute.make_rmem_tensor(IDS_IN_FLIGHT, Int32)
-        given, weight = self._load_span(ctx, span)
+        given, weight = Int32(MASKED_ENTRY), Int32(0)
         if span < end:
+            given, weight = self._load_span(ctx, span)
             self._load_before(ctx, span, self._place(ctx), rId)
             self._zero_counts(ctx)
         word = StateWord.DISPATCH_SEND_EPOCH
@@ -296,7 +297,7 @@ class Route:
 
     @cute.jit
     def _push_counts(self, ctx: DispatchContext) -> None:
-        """By the CTA of the last span, after it was ranked: this rank's count of every key."""
+        """By the CTA that counts all, after its last span was ranked: this rank's count of every key."""
         sHistogram = shared_array(self.histogram, Int32)
         sCounts = shared_array(self.warp_counts, Uint8)
         for key in cutlass.range(ctx.tid, self._keys(ctx), THREADS, unroll=1):

@@ -305,7 +305,7 @@ MUTANTS = {
         "senders join",
         (Edit("kernels/dispatch/recv.py", "item < drawn_items(sItems[0], self._split(ctx))", "item < sItems[0]"),),
     ),
-    # a CTA of the route role forgets the entries of its spans but the last
+    # a CTA of the route role forgets the entries of its earlier spans
     "SPANS_NOT_ADDED": Mutant(
         "senders join",
         (Edit("kernels/dispatch/route.py", "            sHistogram[key] = total\n", ""),),

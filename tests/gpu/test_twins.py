@@ -76,20 +76,29 @@ def test_launch_shapes_do_not_change_bytes(
 @pytest.mark.parametrize(
     ("fmt", "hidden", "slices"),
     [
-        pytest.param("bf16", 3584, 1, id="14 segments, four parts"),
+        pytest.param("bf16", 3584, 1, id="14 segments"),
         pytest.param("bf16", 7168, 2, id="halves of 14"),
         pytest.param("bf16", 6664, 2, id="of 14 and 13, the last one short"),
         pytest.param("fp8", 7168, 1, id="14 with scale factors"),
+        pytest.param("mxfp6_e2m3", 9216, 1, id="14 with scale words of their own"),
+        pytest.param("nvfp4_row", 14336, 1, id="14 with many scale factors and one of the row"),
         pytest.param("nvfp4", 7168, 1, id="7, taken whole"),
     ],
 )
-@pytest.mark.parametrize("sms", [1, 5])
+@pytest.mark.parametrize("sms", [2, 5])
 def test_last_rows_are_drawn_in_parts(fmt: str, hidden: int, slices: int, sms: int, order: RowOrder) -> None:
-    """Lamport rows and others, of a rank with more of them than warps or with fewer, beside one whose slices differ."""
+    """Lamport rows and others, of ranks with more of them than warps or with fewer, beside one whose slices differ."""
     entry = Entry(MANY, MANY, 1 / 4, slices, split_from=1, joins=True)
     few = Entry(300, MANY, 1 / 4, 4 * slices, split_from=1, joins=True)
-    tuning = Tuning((few, entry), (few, entry))
-    with connected(config(fmt, hidden, row_order=order), PAIR, sms=sms, tuning=tuning) as communicators:
-        for seed, counts in enumerate(([MOST, MOST - 7], [MOST, 0], [LAMPORT_TOKENS, 290], [40, 3])):
-            inputs = make_inputs(communicators[0].cfg, counts, ROUTINGS[seed % len(ROUTINGS)], seed)
-            check_round(communicators, inputs, RoundOptions(modes=("partial",), seed=seed))
+    assert entry_joins(Tuning((few, entry), (entry,)), sms)
+    for table, rounds in (((few, entry), ([MOST, MOST - 7], [MOST, 0], [LAMPORT_TOKENS, 290])), ((entry,), ([40, 9],))):
+        tuning = Tuning(table, table)
+        with connected(config(fmt, hidden, row_order=order), PAIR, sms=sms, tuning=tuning) as communicators:
+            for seed, counts in enumerate(rounds):
+                inputs = make_inputs(communicators[0].cfg, counts, ROUTINGS[seed % len(ROUTINGS)], seed)
+                check_round(communicators, inputs, RoundOptions(modes=("partial",), seed=seed))
+
+
+def entry_joins(tuning: Tuning, sms: int) -> bool:
+    """Whether senders join in calls of few tokens and of many."""
+    return all(tuning.shape("dispatch", tokens, sms, twins=True).joins for tokens in (40, MOST))

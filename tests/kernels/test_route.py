@@ -38,5 +38,6 @@ def test_every_span_is_ranked_by_one_cta_and_one_counts_all(ctas: int) -> None:
             assert ranked == list(range(max(count, 1)))
             if several and count > ctas - 1 and 2 * senders <= ctas > 2:
                 assert not any(own[:senders]), "senders do not rank"
-            most = max(map(len, own))
-            assert most == 1 or not several or most <= -(-count // max(1, ctas - 1 - senders)), "dealt out evenly"
+            routers = ctas - 1 - (senders if 2 * senders <= ctas else 0)
+            assert not several or max(map(len, own)) <= -(-count // max(1, routers)), "dealt out evenly"
+            assert all(one or begin >= 0 for one, begin in zip(own, first[:, column], strict=True))

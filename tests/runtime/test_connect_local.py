@@ -117,23 +117,26 @@ def test_ranks_that_share_a_gpu_share_its_ctas_and_leave_sms_free(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "devices", "sms", "ctas"),
+    ("sms", "ctas", "others"),
     [
-        pytest.param(4096, [0, 1], 44, 44, id="a third"),
-        pytest.param(4096, [0, 1], 45, 44, id="one more"),
-        pytest.param(4096, [0, 1], 55, 44, id="a quarter more"),
-        pytest.param(4096, [0, 1], 56, 56, id="many more"),
-        pytest.param(4096, [0, 0], 48, 44, id="ranks that share a GPU"),
-        pytest.param(4096, [0, 0], None, 62, id="all SMs"),
-        pytest.param(LAMPORT_TOKENS, [0, 1], 48, 48, id="tokens that need no pipelines"),
+        pytest.param(44, 44, {}, id="a third"),
+        pytest.param(45, 44, {}, id="one more"),
+        pytest.param(55, 44, {}, id="a quarter more"),
+        pytest.param(56, 56, {}, id="many more"),
+        pytest.param(48, 44, {"devices": [0, 0]}, id="ranks that share a GPU"),
+        pytest.param(30, 26, {"devices": [0, 0, 0]}, id="three that share a GPU"),
+        pytest.param(None, 62, {"devices": [0, 0]}, id="all SMs"),
+        pytest.param(48, 48, {"tokens": LAMPORT_TOKENS}, id="tokens that need no pipelines"),
+        pytest.param(48, 48, {"hidden": 7176}, id="rows too long for pipelines"),
     ],
 )
 def test_few_more_sms_than_pipelines_may_have_are_not_taken(
-    gpus: None, tokens: int, devices: list, sms: int | None, ctas: int
+    gpus: None, sms: int | None, ctas: int, others: dict
 ) -> None:
-    cfg = EPConfig(7168, 8, 2, tokens, 2)
-    ranks = connection.connect_local(cfg, [f"cuda:{index}" for index in devices], sms=sms)
-    assert [rank.max_ctas for rank in ranks] == [ctas] * 2
+    given = {"hidden": 7168, "tokens": 4096, "devices": [0, 1]} | others
+    cfg = EPConfig(given["hidden"], 24, 2, given["tokens"], len(given["devices"]))
+    ranks = connection.connect_local(cfg, [f"cuda:{index}" for index in given["devices"]], sms=sms)
+    assert {rank.max_ctas for rank in ranks} == {ctas}
 
 
 def test_a_gpu_without_clusters_has_no_pairs(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:

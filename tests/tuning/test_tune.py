@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -204,13 +204,12 @@ def test_tune_measures_every_format_and_range(machine: list, capsys: pytest.Capt
     assert main(["tune", "--quick", "--preset", "gpt-oss-120b"]) == 0
     formats = ["bf16", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4_row"]
     assert [rank.cfg.dispatch_format for rank in machine[::2]] == formats
-    sizes = [int(word) for word in tune.QUICK_TOKENS.split(",")]
-    for tuning in (
-        built_in(replace(CFG, dispatch_format=fmt, world_size=n), TABLE_CTAS) for fmt in FORMATS for n in (2, 4)
-    ):
+    sizes, every = ([int(word) for word in tokens.split(",")] for tokens in (tune.QUICK_TOKENS, tune.TOKENS))
+    for fmt, ranks, (ctas, tried) in product(FORMATS, (2, 4), ((TABLE_CTAS, sizes), (TABLE_CTAS, every), (64, every))):
+        tuning = built_in(replace(CFG, dispatch_format=fmt, world_size=ranks), ctas)
         for family in FAMILIES:
-            assert {tuning.entry(family, tokens) for tokens in sizes} == set(tuning.table(family)), "none is left out"
-    assert {int(word) for word in tune.TOKENS.split(",")} >= {LAMPORT_TOKENS} and max(sizes) == 4096
+            assert {tuning.entry(family, tokens) for tokens in tried} == set(tuning.table(family)), "none is left out"
+    assert set(every) >= {LAMPORT_TOKENS} and max(sizes) == 4096
 
 
 def test_tune_refuses_a_damaged_file_before_it_measures(
