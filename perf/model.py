@@ -14,7 +14,7 @@ python -m perf.model [RUN ...]
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import mul
@@ -232,14 +232,23 @@ def elsewhere_table(fits: dict[Key, Fit], ceilings: Ceilings, gpu: str) -> str:
     return markdown(("machine", *(f"{name.replace('_', ' ')} {fmt}" for name, fmt in known)), rows)
 
 
+def predictions_text(runs: Mapping[str, dict], fits: Mapping[str, dict]) -> str:
+    """What the model says of machines that were not measured, by the run on most GPUs; "" where ranks share them, or
+    have no known rates. On two GPUs bytes over links and in memory are in proportion, so that unlike shares explain the
+    times equally well."""
+    name = max(runs, key=lambda one: len(runs[one]["machine"]["gpus"]))
+    if shares_gpus(runs[name]):
+        return ""
+    machine, sizes = runs[name]["machine"], "/".join(map(str, PREDICTED_TOKENS))
+    table = elsewhere_table(fits[name], Ceilings(**runs[name]["ceilings"]), next(iter(machine["gpus"].values())))
+    words = f"Predicted, not measured, with the overheads, flags and arithmetic of {name}: us of {sizes} tokens:"
+    return f"{words}\n\n{table}" if table else ""
+
+
 def page(run: dict, runs: Sequence[dict]) -> str:
-    """Constants from all runs of the kind and commit; errors of one run; predictions from its ceilings."""
-    ceilings = Ceilings(**run["ceilings"])
-    fits = fit_for(run, runs)
-    gpu = next(iter(run["machine"]["gpus"].values()))
-    elsewhere = "" if shares_gpus(run) else elsewhere_table(fits, ceilings, gpu)
-    tables = (constants_table(fits), elsewhere, summary_table(run, fits), errors_table(run["cases"], fits, ceilings))
-    return "\n".join(filter(None, tables))
+    """Constants from all runs of the kind and commit; errors of one run."""
+    fits, cases, ceilings = fit_for(run, runs), run["cases"], Ceilings(**run["ceilings"])
+    return "\n".join((constants_table(fits), summary_table(run, fits), errors_table(cases, fits, ceilings)))
 
 
 def main() -> None:
@@ -247,8 +256,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=f"{RUN_HELP} (default: all that are kept)")
     runs = {str(path): read_run(path) for path in parser.parse_args().runs} or read_kept()
+    every = list(runs.values())
     for name, run in runs.items():
-        print(f"{name}\n\n{page(run, list(runs.values()))}")  # noqa: T201
+        print(f"{name}\n\n{page(run, every)}")  # noqa: T201
+    print(predictions_text(runs, {name: fit_for(run, every) for name, run in runs.items()}))  # noqa: T201
 
 
 if __name__ == "__main__":

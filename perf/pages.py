@@ -7,12 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cute_ep.bench.ceilings import Ceilings
 from perf import node_pages
 from perf.cases import MAIN, QUICK_FORMATS
 from perf.cells import by_tokens, markdown, partial_name, time_cell
 from perf.losses import BYTES_TOKENS, PARTIAL, Loss, change_of, farthest_text, losses
-from perf.model import PREDICTED_TOKENS, elsewhere_table, fit_for, summary_text
+from perf.model import fit_for, predictions_text, summary_text
 from perf.peer_list import CHAINED, FAMILIES, PEERS
 from perf.peer_tables import fastest, peer_cell, peers_table, peers_text, versions_text
 from perf.runs import kept_beside
@@ -82,16 +81,6 @@ def orders_text(run: dict) -> str:
     dispatches = [case for case in run["orders"] if case["operation"] == "dispatch"]
     table = orders_table(dispatches, named=False)
     return f"Dispatch by the order of rows, over the floor in brackets:\n\n{table}" if table else ""
-
-
-def predictions_text(runs: Mapping[str, dict], fits: Mapping[str, dict]) -> str:
-    """What the model says of machines that were not measured, by the run on most GPUs; "" without rates for it. On two
-    GPUs bytes over links and in memory are in proportion, so that unlike shares explain the times equally well."""
-    name = max(runs, key=lambda one: len(runs[one]["machine"]["gpus"]))
-    machine, sizes = runs[name]["machine"], "/".join(map(str, PREDICTED_TOKENS))
-    table = elsewhere_table(fits[name], Ceilings(**runs[name]["ceilings"]), next(iter(machine["gpus"].values())))
-    words = f"Predicted, not measured, with the overheads, flags and arithmetic of {name}: us of {sizes} tokens:"
-    return f"{words}\n\n{table}" if table else ""
 
 
 def host_text(run: dict, catalogue: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cute_ep.bench.measure import CONDITIONS
-from perf import model, pages
+from perf import model
 from perf.runs import read_kept
 from tests.perf.example import CEILINGS, example_run, synthetic
 
@@ -44,7 +44,8 @@ def test_ranks_that_share_a_gpu_are_another_machine() -> None:
     shared["machine"] = shared["machine"] | {"devices": ["cuda:0", "cuda:0"]}
     shared["cases"] = synthetic(overhead=50.0)
     assert model.page(alone, [alone, shared]) == model.page(alone, [alone])
-    assert "NVL72" not in model.page(shared, [alone, shared]) and "| 50." in model.page(shared, [alone, shared])
+    assert "| 50." in model.page(shared, [alone, shared])
+    assert model.predictions_text({"shared": shared}, {"shared": model.fit_for(shared, [alone, shared])}) == ""
 
 
 def test_other_machines_scale_with_their_nominal_rates() -> None:
@@ -54,7 +55,8 @@ def test_other_machines_scale_with_their_nominal_rates() -> None:
     assert model.ceilings_elsewhere(CEILINGS, "GeForce", "B200") is None
     eight = model.expected_case("dispatch", "bf16", 8, 64)
     assert eight["parts"][0][0] / (64 * 14336) == pytest.approx(4.63, rel=0.1)  # remote ranks of a token, top-8 of 256
-    text = model.page(example_run(), [example_run()])
+    run = example_run()
+    text = model.predictions_text({"run": run}, {"run": model.fit_for(run, [run])})
     assert "NVL72" in text and "8 x H200" in text
 
 
@@ -62,11 +64,11 @@ def test_predictions_are_from_the_run_on_most_gpus() -> None:
     few, many = example_run(), example_run() | {"cases": synthetic(overhead=40.0)}
     many["machine"] = many["machine"] | {"gpus": {f"cuda:{index}": "NVIDIA H200" for index in range(4)}}
     runs = {"h200x2": few, "h200x4": many}
-    text = pages.predictions_text(runs, {name: model.fit_model([run]) for name, run in runs.items()})
+    text = model.predictions_text(runs, {name: model.fit_model([run]) for name, run in runs.items()})
     assert "arithmetic of h200x4: us of 1/128/4096 tokens" in text
     assert text.split("\n\n")[1] == model.elsewhere_table(model.fit_model([many]), CEILINGS, "NVIDIA H200")
     unknown = {"x": few | {"machine": few["machine"] | {"gpus": {"cuda:0": "GeForce"}}}}
-    assert pages.predictions_text(unknown, {"x": model.fit_model([few])}) == ""
+    assert model.predictions_text(unknown, {"x": model.fit_model([few])}) == ""
 
 
 def test_a_sentence_says_how_well_runs_are_explained() -> None:
