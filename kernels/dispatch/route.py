@@ -289,21 +289,21 @@ class Route:
         sHistogram = shared_array(self.histogram, Int32)
         sCounts = shared_array(self.warp_counts, Uint8)
         for key in cutlass.range(ctx.tid, self._keys(ctx), THREADS, unroll=1):
-            total = sHistogram[key]
+            sHistogram[key] = self._count_of(key)
             for warp in cutlass.range_constexpr(ROUTE_WARPS):
-                total += Int32(sCounts[warp, key])
                 sCounts[warp, key] = Uint8(0)
-            sHistogram[key] = total
+
+    def _count_of(self, key: Int32) -> Int32:
+        """Entries with a key up to the end of the span that was ranked last."""
+        total = shared_array(self.histogram, Int32)[key]
+        for warp in range(ROUTE_WARPS):
+            total += Int32(shared_array(self.warp_counts, Uint8)[warp, key])
+        return total
 
     @cute.jit
     def _push_counts(self, ctx: DispatchContext) -> None:
         """By the CTA that counts all, after its last span was ranked: this rank's count of every key."""
-        sHistogram = shared_array(self.histogram, Int32)
-        sCounts = shared_array(self.warp_counts, Uint8)
         for key in cutlass.range(ctx.tid, self._keys(ctx), THREADS, unroll=1):
-            total = sHistogram[key]
-            for warp in cutlass.range_constexpr(ROUTE_WARPS):
-                total += Int32(sCounts[warp, key])
             column, peer = (Int32(0), key) if self.rank_major else ctx.by_local_experts.split(key)
             count = ctx.there(peer, ctx.arena.table, ctx.epoch & 1, ctx.rank, len(HeaderWord) + column)
-            store_ll(count, total, ctx.epoch)
+            store_ll(count, self._count_of(key), ctx.epoch)

@@ -308,7 +308,7 @@ MUTANTS = {
     # a CTA of the route role forgets the entries of its earlier spans
     "SPANS_NOT_ADDED": Mutant(
         "senders join",
-        (Edit("kernels/dispatch/route.py", "            sHistogram[key] = total\n", ""),),
+        (Edit("kernels/dispatch/route.py", "            sHistogram[key] = self._count_of(key)\n", ""),),
     ),
     # twins have one barrier, which lets either of them go when half of its threads have come
     "TWINS_ONE_BARRIER": Mutant(
