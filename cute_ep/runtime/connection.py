@@ -121,9 +121,8 @@ def connect_gpus(
     """`connect_local` on GPUs, of arguments that were checked; nodes are then parts of this process."""
     node = on_gpus(cfg, options.hooks)
     sharing = Counter(devices)
-    ctas = {
-        device: max_ctas(node, device, options.sms, ranks) for device, ranks in sharing.items()
-    }  # nothing allocated yet
+    # refuses a wrong budget before anything is allocated
+    ctas = {device: max_ctas(node, device, options.sms, ranks) for device, ranks in sharing.items()}
     enable_all_peers(sharing)
     find = options.finder(node, devices[0], len(sharing))
     shares = {device: share_of(device, ctas[device], find, ranks=ranks) for device, ranks in sharing.items()}

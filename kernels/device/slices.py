@@ -192,10 +192,8 @@ def split_item(number: Int32, items: Int32, split: Int32) -> tuple[Int32, Int32]
     """(item, part) of a number: first come the whole items, then the PARTS parts of each of the last `split` ones. A
     warp that drew a whole one last would keep the launch running long after other warps have nothing left to do."""
     beyond = number - (items - split)
-    item = items - split + quotient(beyond, PARTS)
-    return cutlass.select_(beyond < 0, number, item), cutlass.select_(
-        beyond < 0, Int32(WHOLE), remainder(beyond, PARTS)
-    )
+    item = cutlass.select_(beyond < 0, number, items - split + quotient(beyond, PARTS))
+    return item, cutlass.select_(beyond < 0, Int32(WHOLE), remainder(beyond, PARTS))
 
 
 def part_of(whole: RowSlice, part: Int32) -> RowSlice:
