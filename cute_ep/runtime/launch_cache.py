@@ -116,7 +116,6 @@ class LaunchCache:
         self.pairs, self.ring_bytes = pairs, ring_bytes
         self._options = {"pairs": pairs, "whole_sms": whole_sms, "twins": ring_bytes > 0}
         self._pipelines = has_pipelines(cfg, ring_bytes)
-        self._most_lamport_tokens = most_lamport_tokens(cfg, max_ctas, ring_bytes)
         self._shapes: dict[tuple[str, int, bool], LaunchShape] = {}
         self._shapes_of: Tuning | None = None  # what they were found with
         self._receivers: WeakKeyDictionary[DispatchBuffers, dict[str, Kernel]] = WeakKeyDictionary()
@@ -169,7 +168,7 @@ class LaunchCache:
     def _are_flagged(self, tokens: int) -> bool:
         """Whether rows of so many tokens come home with flags: the arena has room for such rows of any number of
         tokens, or for none."""
-        return tokens > self._most_lamport_tokens
+        return tokens > most_lamport_tokens(self.max_ctas, self._pipelines)
 
     def receiver(self, name: str, out: DispatchBuffers) -> Kernel | None:
         """The kernel of a name, bound to buffers that a call before was given; None when there was none, and then they

@@ -219,7 +219,7 @@ def built_in(cfg: EPConfig, ctas: int, *, ring_bytes: int = 0) -> Tuning:
     if ctas <= ONE_A_SM:
         combine = _few_returns(combine, ctas, _first_of(FEW_RETURNS, cfg.peers))
     if has_pipelines(cfg, ring_bytes):
-        most = most_lamport_tokens(cfg, ctas, ring_bytes)
+        most = most_lamport_tokens(ctas, pipelines=True)
         few = next(entry for entry in combine if entry.tokens >= most)
         combine = [*(entry for entry in combine if entry.tokens < most), replace(few, tokens=most), OF_PIPELINES]
     return Tuning(_capped("dispatch", dispatch, cfg), _capped("combine", combine, cfg))

@@ -52,9 +52,9 @@ def has_pipelines(cfg: EPConfig, ring_bytes: int) -> bool:
     return fits and cfg.max_tokens_per_rank > LAMPORT_TOKENS
 
 
-def most_lamport_tokens(cfg: EPConfig, ctas: int, ring_bytes: int) -> int:
-    """Most tokens whose rows come home as Lamport rows, with so many CTAs at most. ring_bytes: as `has_pipelines`."""
-    return min(PIPED_TOKENS * ctas, LAMPORT_TOKENS) if has_pipelines(cfg, ring_bytes) else LAMPORT_TOKENS
+def most_lamport_tokens(ctas: int, pipelines: bool) -> int:
+    """Most tokens whose rows come home as Lamport rows, with so many CTAs at most. pipelines: `has_pipelines`."""
+    return min(PIPED_TOKENS * ctas, LAMPORT_TOKENS) if pipelines else LAMPORT_TOKENS
 
 
 def slices_for(tokens: int) -> tuple[int, ...]:

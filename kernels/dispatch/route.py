@@ -33,13 +33,18 @@ ROUTE_WARPS = 8
 """A CTA's first warps, which rank the entries of a span, one a lane."""
 
 
+def counts_all(cta: Int32, ctas: Int32) -> Boolean:
+    """Whether a CTA tells peers the counts of all entries: the highest one, which has the least to send."""
+    return cta == ctas - 1
+
+
 @cute.jit
 def spans_of(cta: Int32, ctas: Int32, senders: Int32, spans: Int32) -> tuple[Int32, Int32]:
     """(first, end) of a CTA's part of `spans` spans: neighbours, so that it counts each id once.
 
     Spans are dealt out from the highest CTA but one down, since those have the least to send; where CTAs have several,
-    to those that do not send, if these are at least half. The highest counts all ids, for which peers wait first: it
-    has an empty span behind the others, unless there is one span, or one CTA.
+    to those that do not send, if these are at least half. The one that `counts_all`, for which peers wait first, has an
+    empty span behind the others, unless there is one span, or one CTA.
     """
     routers = ctas - 1
     share = Int32(spans > 1)
@@ -49,7 +54,7 @@ def spans_of(cta: Int32, ctas: Int32, senders: Int32, spans: Int32) -> tuple[Int
         share = Int32(Uint32(spans + routers - 1) // Uint32(routers))
     first = (ctas - 2 - cta) * share
     end = cutlass.min(first + share, spans)
-    if cta == ctas - 1:
+    if counts_all(cta, ctas):
         first, end = spans, spans + 1
         if (spans <= 1) | (ctas == 1):
             first, end = Int32(0), cutlass.max(spans, Int32(1))
@@ -76,7 +81,7 @@ class Route:
         barrier also follows the zeroing of the tables.
         """
         span, end = self._spans(ctx)
-        counts = self._counts_all(ctx)
+        counts = counts_all(ctx.cta, ctx.ctas)
         rId = cute.make_rmem_tensor(IDS_IN_FLIGHT, Int32)
         given, weight = Int32(MASKED_ENTRY), Int32(0)
         if span < end:
@@ -114,10 +119,6 @@ class Route:
         else:
             spans = quotient(entries + (self._in_span(ctx) - 1), self._in_span(ctx))
         return spans_of(ctx.cta, ctx.ctas, ctx.grid.send_ctas, spans)
-
-    def _counts_all(self, ctx: DispatchContext) -> Boolean:
-        """Whether the CTA tells peers the counts of all entries."""
-        return ctx.cta == ctx.ctas - 1
 
     def _lanes(self, ctx: DispatchContext) -> Int32 | int:
         """Lanes of a warp that have an entry."""

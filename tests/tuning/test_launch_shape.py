@@ -17,7 +17,16 @@ from cute_ep.layouts.maps.launch import RING_BYTES
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 from cute_ep.layouts.maps.variants import COMBINE_KERNELS, COMBINE_MODES, DISPATCH_OPERATIONS
 from cute_ep.tuning.builtin import built_in
-from cute_ep.tuning.launch_shape import FAMILIES, MANY, PIPED_TOKENS, Entry, Shape, Tuning, most_lamport_tokens
+from cute_ep.tuning.launch_shape import (
+    FAMILIES,
+    MANY,
+    PIPED_TOKENS,
+    Entry,
+    Shape,
+    Tuning,
+    has_pipelines,
+    most_lamport_tokens,
+)
 
 from .launch_tables import MINE, OPERATIONS, entries, has_flags, launches, tunings
 
@@ -111,7 +120,8 @@ def test_combine_fills_sms_from_two_tokens_a_cta_on(operation: str, tokens: int,
 def test_the_more_sms_the_more_tokens_whose_rows_come_home_as_lamport_rows(
     ctas: int, ring_bytes: int, most: int
 ) -> None:
-    assert most_lamport_tokens(EPConfig(7168, 8, 2, 4096, 2), ctas, ring_bytes) == most
+    pipelines = has_pipelines(EPConfig(7168, 8, 2, 4096, 2), ring_bytes)
+    assert most_lamport_tokens(ctas, pipelines) == most
 
 
 def test_one_cta_does_both_whatever_the_table_says() -> None:
