@@ -95,7 +95,7 @@ def tune_size(
         return base.revised(family, {sets.tokens: entry})
 
     def shape(entry: Entry) -> Shape:
-        shape = with_entry(entry).shape(family, sets.tokens, first.max_ctas, twins=first.ring_bytes > 0)
+        shape = with_entry(entry).shape(family, sets.tokens, first.max_ctas, ring_bytes=first.ring_bytes)
         most = first.most_slices(sets.tokens) if family == "combine" else shape.slices
         return shape._replace(slices=min(shape.slices, most))
 

@@ -171,7 +171,7 @@ def add_results(table: Table, found: Found) -> None:
     base = built_in(found.cfg, found.max_ctas, ring_bytes=found.ring_bytes)
 
     def text(tuning: Tuning, family: str, tokens: int) -> str:
-        return shape_text(tuning.shape(family, tokens, found.max_ctas, twins=found.ring_bytes > 0))
+        return shape_text(tuning.shape(family, tokens, found.max_ctas, ring_bytes=found.ring_bytes))
 
     for family, outcomes in found.outcomes.items():
         for tokens, outcome in outcomes.items():

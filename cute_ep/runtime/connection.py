@@ -28,7 +28,7 @@ from cute_ep.runtime.gpus import check_gpu
 from cute_ep.runtime.join_nodes import join_nodes
 from cute_ep.runtime.local_kernels import load_local_kernels
 from cute_ep.runtime.nodes import node_config
-from cute_ep.runtime.parts import max_ctas, prepare_rank, share_of
+from cute_ep.runtime.parts import prepare_rank, share_of
 from cute_ep.tuning.file import find_tuning
 from cute_ep.tuning.launch_shape import Tuning
 
@@ -82,8 +82,7 @@ def connect_local(
         devices: one device a rank: several GPUs; one GPU named `world_size` times (virtual ranks, each on its own
             stream with its share of the SMs); or "cpu" everywhere for the reference backend. "cuda" is the current one.
         sms: SMs that one rank's kernels may take from others: N of them run at most N CTAs, one on each. Default: all,
-            with two CTAs on each; where ranks share a GPU, an equal part of all but FREE_SMS, with one. A few more
-            than a third of the SMs may count as a third (docs/use.md).
+            with two CTAs on each; where ranks share a GPU, an equal part of all but FREE_SMS, with one.
         library: folder of compiled kernels to look in first, before the package's own and ~/.cache/cute_ep
             (in $XDG_CACHE_HOME, where that is set). A kernel that is in none of them is compiled into the last, where
             the DSL is installed.
@@ -121,11 +120,9 @@ def connect_gpus(
     """`connect_local` on GPUs, of arguments that were checked; nodes are then parts of this process."""
     node = on_gpus(cfg, options.hooks)
     sharing = Counter(devices)
-    # refuses a wrong budget before anything is allocated
-    ctas = {device: max_ctas(node, device, options.sms, ranks) for device, ranks in sharing.items()}
-    enable_all_peers(sharing)
     find = options.finder(node, devices[0], len(sharing))
-    shares = {device: share_of(device, ctas[device], find, ranks=ranks) for device, ranks in sharing.items()}
+    shares = {device: share_of(device, options.sms, find, ranks=ranks) for device, ranks in sharing.items()}
+    enable_all_peers(sharing)
     open_ranks: list[EPCommunicator] = []
     one_at_a_time, joined = Lock(), object()
 

@@ -114,7 +114,7 @@ class LaunchCache:
     ) -> None:
         self.cfg, self.rank, self.max_ctas, self.kernels = cfg, rank, max_ctas, kernels
         self.pairs, self.ring_bytes = pairs, ring_bytes
-        self._options = {"pairs": pairs, "whole_sms": whole_sms, "twins": ring_bytes > 0}
+        self._options = {"pairs": pairs, "whole_sms": whole_sms}
         self._pipelines = has_pipelines(cfg, ring_bytes)
         self._shapes: dict[tuple[str, int, bool], LaunchShape] = {}
         self._shapes_of: Tuning | None = None  # what they were found with
@@ -137,7 +137,8 @@ class LaunchCache:
             if len(self._shapes) >= SHAPES_KEPT:
                 self._shapes.clear()
             expected = tokens or self.cfg.max_tokens_per_rank
-            shape = tuning.shape(operation, expected, self.max_ctas, whole_rows=whole_rows, **self._options)
+            options = {**self._options, "whole_rows": whole_rows}
+            shape = tuning.shape(operation, expected, self.max_ctas, ring_bytes=self.ring_bytes, **options)
             wide = operation.startswith("combine") and shape.threads == WIDE_THREADS
             flagged = self._are_flagged(tokens)
             may_pipe = wide and not operation.endswith("_wait") and self._are_flagged(expected)

@@ -35,8 +35,8 @@ from cute_ep.runtime.driver import (
     on_device,
     resident_ctas,
 )
-from cute_ep.runtime.gpus import FEW_FREE_SMS, most_piped_ctas, ring_bytes, sm_budget
-from cute_ep.tuning.launch_shape import Tuning, has_pipelines
+from cute_ep.runtime.gpus import FEW_FREE_SMS, ring_bytes, sm_budget
+from cute_ep.tuning.launch_shape import Tuning
 
 LOG = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def load_kernels(
     cfg: EPConfig, device: torch.device, library: Library, hooks: Hooks, ring_bytes: int = 0
 ) -> dict[str, Kernel]:
     """All kernels that one rank of `cfg` may launch, loaded on its device, by operation. ring_bytes: of shared memory
-    for the stages of PIPED_KERNELS; if there are any, wide CTAs of dispatch have shared memory for twins.
+    for the stages of PIPED_KERNELS; if there are any, wide CTAs of dispatch may have twins, with theirs.
 
     Raises:
         VariantMissing: a kernel is not in the library.
@@ -137,24 +137,15 @@ class Share:
     take: Callable[[int], Allocation] = PlainAllocation
 
 
-def share_of(device: torch.device, ctas: int, find: Callable[..., Tuning], *, ranks: int = 1) -> Share:
-    """What each of `ranks` ranks has of its device, with at most `ctas` CTAs a launch. find: as `find_tuning`, called
-    with the CTAs and `ring_bytes`."""
-    ring = ring_bytes(device, ctas, ranks)
+def share_of(device: torch.device, sms: int | None, find: Callable[..., Tuning], *, ranks: int = 1) -> Share:
+    """What each of `ranks` ranks has of its device. sms: as of `connect`; EPConfigError where there are not so many.
+    find: as `find_tuning`, called with the CTAs and `ring_bytes`."""
+    ctas, ring = max_ctas(device, sms, ranks), ring_bytes(device, sms, ranks)
     return Share(ctas, find(ctas, ring_bytes=ring), ring, ranks)
 
 
-PIPED_REACH = 1.25
-"""How many times as many CTAs as pipelines may have are given up for pipelines. Dispatch and partial combine of 4096
-BF16 tokens take 465 us with 44 CTAs, which have pipelines, and 537, 496 and 463 with 48, 56 and 64, which have none; of
-1024 tokens 144, 158, 139 and 130 (2 x H200, 132 SMs, 2026-11-27)."""
-
-
-def max_ctas(cfg: EPConfig, device: torch.device, sms: int | None, ranks_on_device: int) -> int:
+def max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:
     """CTAs of one rank at most; those of all ranks on a device are sure to be resident together.
-
-    Where combine has pipelines, `sms` of up to PIPED_REACH times `most_piped_ctas` give that many CTAs: a few more,
-    without pipelines, are slower.
 
     The hardware puts CTAs on idle SMs first, so up to as many as there are SMs have one each. An SM that holds a CTA
     takes those of another kernel only if its split of shared memory and L1 fits them (H200, 2026-11-23: beside a
@@ -166,10 +157,7 @@ def max_ctas(cfg: EPConfig, device: torch.device, sms: int | None, ranks_on_devi
     have = everything // CTAS_PER_SM
     if budget == have and ranks_on_device == 1:
         return everything
-    ctas = budget if ranks_on_device == 1 else max(1, min(budget, (have - FREE_SMS) // ranks_on_device))
-    piped = most_piped_ctas(device, ranks_on_device)
-    few_more = sms is not None and piped < ctas <= PIPED_REACH * piped
-    return piped if few_more and has_pipelines(cfg, ring_bytes(device, piped, ranks_on_device)) else ctas
+    return budget if ranks_on_device == 1 else max(1, min(budget, (have - FREE_SMS) // ranks_on_device))
 
 
 def prepare_rank(who: Origin, share: Share, library: Library, undo: ExitStack, *, first_rank: int = 0) -> RankParts:

@@ -26,7 +26,7 @@ from cute_ep.runtime.join_shmem import join_shmem
 from cute_ep.runtime.local_kernels import load_local_kernels
 from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.nodes import NodesCommunicator, node_config
-from cute_ep.runtime.parts import RankParts, Share, max_ctas, prepare_rank, share_of
+from cute_ep.runtime.parts import RankParts, Share, prepare_rank, share_of
 from cute_ep.runtime.places import Place, check_initialised, check_member, check_places
 from cute_ep.runtime.rails.network import slow_network, warn_of_slow_mail
 from cute_ep.runtime.rails.transport import NCCL, check_same_transport, check_transport, chosen_transport
@@ -109,7 +109,7 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
         if cfg.nodes > 1:
             check_transport(transport)
             sms = sms_over_nodes(device, sms)
-        share = share_of(device, max_ctas(node, device, sms, 1), options.finder(node, device, node.world_size))
+        share = share_of(device, sms, options.finder(node, device, node.world_size))
         return Place.of(cfg, device), transport, (device, share)
 
     (_, transport, gpu), said = meeting.on_all_ranks(look_around, lambda found: found[:2], doing="look at its device")

@@ -18,7 +18,7 @@ from cute_ep.layouts.maps.arena import (
 )
 from cute_ep.layouts.maps.launch import WIDE_WARPS
 from cute_ep.layouts.maps.routing import RowOrder
-from cute_ep.tuning.launch_shape import MANY, Entry, Tuning, has_pipelines, most_lamport_tokens
+from cute_ep.tuning.launch_shape import MANY, Entry, Tuning, has_pipelines, has_twins, most_lamport_tokens
 
 Found = TypeVar("Found")
 
@@ -144,22 +144,29 @@ Partial combine of 4 to 512 tokens on 8 to 124 SMs is within 6 % of the fastest 
 proportion, took 9.1 us instead of 6.5 for 4 tokens on 8 SMs, 21.6 instead of 14.7 for 128 on 44 (2 and 4 x H200,
 2026-11-27)."""
 UP_TO_32_OF_TWINS = Entry(32, MANY, 1 / 4, 4, split_from=18)
+FEW_OF_TWINS = (replace(UP_TO_32_OF_TWINS, tokens=8, slices=8), UP_TO_32_OF_TWINS)
+FEW_LARGE_OF_TWINS = (
+    replace(UP_TO_32_OF_TWINS, tokens=16, slices=8),
+    UP_TO_32_OF_TWINS,
+    Entry(64, MANY, 2 / 11, 4, split_from=34),
+)
 TWIN_DISPATCH: dict[RowOrder, dict[int, tuple[Entry, ...]]] = {
     "expert_major": {
         5000: (
-            UP_TO_32_OF_TWINS,
+            *FEW_OF_TWINS,
+            Entry(64, MANY, 2 / 11, 4, split_from=50),
             Entry(256, MANY, 0, 2),
             Entry(1024, MANY, 0, 1),
             Entry(MANY, MANY, 7 / 8, 1, joins=True),
         ),
         10000: (
-            UP_TO_32_OF_TWINS,
+            *FEW_OF_TWINS,
             Entry(64, MANY, 1 / 5, 2, split_from=34),
             Entry(1024, MANY, 1 / 4, 2, split_from=66),
             Entry(MANY, MANY, 1 / 2, 1, joins=True),
         ),
         MANY: (
-            UP_TO_32_OF_TWINS,
+            *FEW_LARGE_OF_TWINS,
             Entry(256, MANY, 1 / 8, 4, split_from=26),
             Entry(2048, MANY, 1 / 4, 2, joins=True),
             Entry(MANY, MANY, 1 / 4, 1, joins=True),
@@ -167,19 +174,19 @@ TWIN_DISPATCH: dict[RowOrder, dict[int, tuple[Entry, ...]]] = {
     },
     "rank_major": {
         5000: (
-            UP_TO_32_OF_TWINS,
+            *FEW_OF_TWINS,
             Entry(256, MANY, 5 / 12, 2, split_from=34),
             Entry(1024, MANY, 0, 1),
             Entry(MANY, MANY, 7 / 8, 1, joins=True),
         ),
         10000: (
-            UP_TO_32_OF_TWINS,
+            *FEW_OF_TWINS,
             Entry(256, MANY, 1 / 3, 2, split_from=34),
             Entry(1024, MANY, 5 / 12, 1, split_from=34),
             Entry(MANY, MANY, 5 / 8, 1, joins=True),
         ),
         MANY: (
-            UP_TO_32_OF_TWINS,
+            *FEW_LARGE_OF_TWINS,
             Entry(256, MANY, 1 / 4, 2),
             Entry(1024, MANY, 1 / 3, 1, most_senders=20),
             Entry(MANY, MANY, 1 / 3, 1, most_senders=22, split_from=34),
@@ -187,9 +194,9 @@ TWIN_DISPATCH: dict[RowOrder, dict[int, tuple[Entry, ...]]] = {
     },
 }
 """Tables where CTAs may have twins, by the order of rows, for messages of at most so many bytes, of more than 2 tokens:
-rows of 7168 elements in BF16, FP8 and NVFP4, 256 experts, top-8, with 8, 24 and 44 SMs (2 x H200, 2026-11-27).
-Receivers write a message once where rows are by source rank, and as often as it has experts otherwise; quantised rows
-cost senders more."""
+rows of 7168 elements in BF16, FP8 and NVFP4, 256 experts, top-8, with 8, 24 and 44 SMs, up to 64 tokens with 8 to 66
+(2 x H200, 2026-11-27). Receivers write a message once where rows are by source rank, and as often as it has experts
+otherwise; quantised rows cost senders more."""
 OF_PIPELINES = Entry(MANY, MANY, 0, MANY_SLICES)
 """Combine, where pipelines carry rows: long ones have a flag for every four. Exact combine of 1024 / 4096 tokens takes
 217 / 730 us so on 24 SMs, with a flag for every 16 tokens 245 / 849; partial sums have longer spans
@@ -213,7 +220,7 @@ def built_in(cfg: EPConfig, ctas: int, *, ring_bytes: int = 0) -> Tuning:
     """
     nbytes = message_bytes(cfg.format, cfg.hidden)
     dispatch = _scaled(_first_of(_first_of(DISPATCH, cfg.peers), nbytes), ctas)
-    if ring_bytes:
+    if has_twins(ctas, ring_bytes):
         dispatch = [dispatch[0], *_first_of(TWIN_DISPATCH[cfg.row_order], nbytes)]
     combine = _scaled(_first_of(COMBINE, cfg.peers), ctas)
     if ctas <= ONE_A_SM:

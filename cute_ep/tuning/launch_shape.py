@@ -32,6 +32,10 @@ WIDE_TOKENS = 2
 twins. Partial combine of 128 tokens on 64 and 124 SMs takes 16.0 and 12.3 us so, else 16.8 and 11.6, of 1024 on 24 and
 124 SMs 140 and 57.5, else 220 and 64.7 (2 x H200, 2026-11-26); FP8 dispatch by source rank of 16 tokens on 8 and 24 SMs
 10.8 and 7.9, else 13.4 and 7.1 (2 x H200, 2026-11-27)."""
+TWIN_CTAS = 66
+"""Most CTAs of dispatches whose CTAs may have twins. BF16 dispatch of 256 / 4096 tokens takes 21.6 / 210 us with twins
+and their tables on 56 SMs, 24.0 / 230 without, on 88 SMs 18.2 / 205 and 19.2 / 205; FP8 22.1 / 155 and 22.8 / 168, on
+88 SMs 16.8 / 152 and 17.0 / 142 (2 x H200, 2026-11-27)."""
 PIPED_TOKENS = 11
 """Most tokens for each CTA whose rows come home as Lamport rows where CTAs may have pipelines, which take others.
 Partial combine of 64 / 128 tokens on 8 SMs takes 32.8 / 43.7 us by pipelines and 28.5 / 48.9 as Lamport rows, of 256 /
@@ -40,6 +44,11 @@ and 51.9 / 95.6. Exact combine of 128 to 512 tokens takes 0.44 to 0.96 of the ti
 4 x H200, 2026-11-27)."""
 FAMILIES = ("dispatch", "combine")
 """Operations that have a table; halves and modes share it."""
+
+
+def has_twins(ctas: int, ring_bytes: int) -> bool:
+    """Whether CTAs of dispatch may have twins, with so many CTAs at most; `ring_bytes` where they fill SMs, else 0."""
+    return ctas <= TWIN_CTAS and ring_bytes > 0
 
 
 def has_pipelines(cfg: EPConfig, ring_bytes: int) -> bool:
@@ -177,7 +186,7 @@ class Tuning:
         whole_rows: bool = False,
         pairs: bool = False,
         whole_sms: bool = False,
-        twins: bool = False,
+        ring_bytes: int = 0,
     ) -> Shape:
         """Shape of one launch.
 
@@ -189,13 +198,13 @@ class Tuning:
                 send (2 x H200, 2026-11-26, 1024 and 4096 tokens: 173 and 676 us, by half of them 184 and 701).
             pairs: the CTAs come in pairs, so their number is even unless it is 1.
             whole_sms: each CTA of combine may fill an SM, from WIDE_TOKENS on.
-            twins: each CTA of dispatch may, with twins.
+            ring_bytes: of CTAs that may fill SMs. Those of dispatch do, from WIDE_TOKENS on, where they have twins.
         """
         entry, dispatches = self.entry(operation, tokens), operation.startswith("dispatch")
         ctas = min(max_ctas, entry.grid)
         if pairs and ctas > 1:
             ctas -= ctas % 2
-        wide = (twins if dispatches else whole_sms) and tokens >= WIDE_TOKENS * ctas
+        wide = (has_twins(max_ctas, ring_bytes) if dispatches else whole_sms) and tokens >= WIDE_TOKENS * ctas
         twins = wide and dispatches
         grid, threads = ctas * CTAS_PER_SM if twins else ctas, WIDE_THREADS if wide else THREADS
         shape = partial(Shape, grid, slices=entry.slices, threads=threads, twins=twins)

@@ -9,7 +9,7 @@ import pytest
 from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.formats import FORMATS
-from cute_ep.layouts.maps.launch import WIDE_THREADS
+from cute_ep.layouts.maps.launch import RING_BYTES, WIDE_THREADS
 from cute_ep.layouts.maps.routing import EXPERT_MAJOR, RANK_MAJOR, RowOrder
 from cute_ep.testing.verify import RoundOptions, check_round
 from cute_ep.testing.workloads import make_inputs
@@ -101,4 +101,4 @@ def test_last_rows_are_drawn_in_parts(fmt: str, hidden: int, slices: int, sms: i
 
 def entry_joins(tuning: Tuning, sms: int) -> bool:
     """Whether senders join in calls of few tokens and of many."""
-    return all(tuning.shape("dispatch", tokens, sms, twins=True).joins for tokens in (40, MOST))
+    return all(tuning.shape("dispatch", tokens, sms, ring_bytes=RING_BYTES).joins for tokens in (40, MOST))

@@ -52,9 +52,9 @@ class Machine(FakeDriver):
             "Communicator": lambda parts, peers, release, **options: self.communicator(parts, peers, release),
             "Library": lambda folder: None,
             "load_local_kernels": lambda devices, library: None,
-            "max_ctas": lambda cfg, device, sms, ranks: 8,
+            "max_ctas": lambda device, sms, ranks: 8,
             "resident_ctas": lambda device: 8,
-            "ring_bytes": lambda device, ctas, ranks: 0,
+            "ring_bytes": lambda device, sms, ranks: 0,
         }
         replace_names(monkeypatch, fakes)
         monkeypatch.setattr(

@@ -11,7 +11,6 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
-from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.runtime import connection
 from cute_ep.runtime.parts import RankParts
 from cute_ep.tuning.builtin import built_in
@@ -114,29 +113,6 @@ def test_ranks_that_share_a_gpu_share_its_ctas_and_leave_sms_free(
     assert [rank.shared_device for rank in ranks] == [devices.count(index) > 1 for index in devices]
     few = [108 <= count < 132 for count in ctas]
     assert [rank.pairs for rank in ranks] == few, "who leaves few SMs free leaves whole TPCs"
-
-
-@pytest.mark.parametrize(
-    ("sms", "ctas", "others"),
-    [
-        pytest.param(44, 44, {}, id="a third"),
-        pytest.param(45, 44, {}, id="one more"),
-        pytest.param(55, 44, {}, id="a quarter more"),
-        pytest.param(56, 56, {}, id="many more"),
-        pytest.param(48, 44, {"devices": [0, 0]}, id="ranks that share a GPU"),
-        pytest.param(30, 26, {"devices": [0, 0, 0]}, id="three that share a GPU"),
-        pytest.param(None, 62, {"devices": [0, 0]}, id="all SMs"),
-        pytest.param(48, 48, {"tokens": LAMPORT_TOKENS}, id="tokens that need no pipelines"),
-        pytest.param(48, 48, {"hidden": 7176}, id="rows too long for pipelines"),
-    ],
-)
-def test_few_more_sms_than_pipelines_may_have_are_not_taken(
-    gpus: None, sms: int | None, ctas: int, others: dict
-) -> None:
-    given = {"hidden": 7168, "tokens": 4096, "devices": [0, 1]} | others
-    cfg = EPConfig(given["hidden"], 24, 2, given["tokens"], len(given["devices"]))
-    ranks = connection.connect_local(cfg, [f"cuda:{index}" for index in given["devices"]], sms=sms)
-    assert {rank.max_ctas for rank in ranks} == {ctas}
 
 
 def test_a_gpu_without_clusters_has_no_pairs(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:

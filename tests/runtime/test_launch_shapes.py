@@ -22,7 +22,7 @@ from cute_ep.runtime.gpus import KEPT_BYTES, ring_bytes
 from cute_ep.runtime.launch_cache import LaunchCache
 from cute_ep.runtime.parts import load_kernels
 from cute_ep.tuning.builtin import built_in
-from cute_ep.tuning.launch_shape import MANY, PIPED_TOKENS, Entry, Tuning
+from cute_ep.tuning.launch_shape import MANY, PIPED_TOKENS, TWIN_CTAS, Entry, Tuning
 from tests.fake_gpu import CFG, MAX_CTAS, EveryVariant, Launch, Launches, MakeRank, expert_rows, inputs
 
 ONE_TUNING = Tuning(
@@ -236,6 +236,8 @@ def test_a_source_says_whether_its_rows_come_home_with_flags(
         pytest.param(24, 0, RING, False, True, id="none: others may have many"),
         pytest.param(24, 4096, 0, False, False, id="no SM of its own"),
         pytest.param(9, 4096, RING, True, True, id="pairs of wide CTAs"),
+        pytest.param(TWIN_CTAS, 4096, RING, False, True, id="as many as may have them"),
+        pytest.param(TWIN_CTAS + 2, 4096, RING, False, False, id="more"),
     ],
 )
 def test_ctas_of_dispatch_have_twins(
@@ -257,21 +259,22 @@ def test_ctas_of_dispatch_have_twins(
 
 
 @pytest.mark.parametrize(
-    ("ctas", "ranks", "stages"),
+    ("sms", "ranks", "stages"),
     [
-        pytest.param(44, 1, True, id="a third of the SMs"),
-        pytest.param(45, 1, False, id="more"),
-        pytest.param(44, 2, True, id="with another rank"),
-        pytest.param(18, 4, True, id="with three"),
-        pytest.param(19, 4, False, id="more, with three"),
+        pytest.param(124, 1, True, id="all SMs but 8"),
+        pytest.param(125, 1, False, id="one more"),
+        pytest.param(62, 2, True, id="with another rank"),
+        pytest.param(63, 2, False, id="one more each"),
+        pytest.param(None, 1, False, id="all SMs"),
+        pytest.param(None, 2, False, id="as with all SMs"),
     ],
 )
-def test_ctas_that_take_an_sm_each_find_a_place_beside_others(
-    monkeypatch: pytest.MonkeyPatch, ctas: int, ranks: int, stages: bool
+def test_pipelines_have_an_sm_for_each_cta_and_leave_some_free(
+    monkeypatch: pytest.MonkeyPatch, sms: int | None, ranks: int, stages: bool
 ) -> None:
     have = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=99 << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: have)
-    assert ring_bytes(torch.device("cuda"), ctas, ranks) == ((99 << 10) - KEPT_BYTES if stages else 0)
+    assert ring_bytes(torch.device("cuda"), sms, ranks) == ((99 << 10) - KEPT_BYTES if stages else 0)
 
 
 @pytest.mark.parametrize("mode", COMBINE_MODES)

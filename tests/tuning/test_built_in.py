@@ -13,7 +13,7 @@ from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.launch import RING_BYTES
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, RowOrder
 from cute_ep.tuning.builtin import COMBINE, DISPATCH, FEW_RETURNS, TABLE_CTAS, built_in
-from cute_ep.tuning.launch_shape import FAMILIES, MANY, PIPED_TOKENS, Entry
+from cute_ep.tuning.launch_shape import FAMILIES, MANY, PIPED_TOKENS, TWIN_CTAS, Entry
 
 from .launch_tables import CFG
 
@@ -86,7 +86,7 @@ def test_where_ctas_have_twins_dispatch_has_tables_of_its_own(
 ) -> None:
     """Of all twins so many send; these then receive, too, if they join or if there are no others."""
     cfg = EPConfig(7168, 256, 8, 4096, 2, fmt, row_order=order)
-    shape = built_in(cfg, sms, ring_bytes=RING_BYTES).shape("dispatch", tokens, sms, twins=True)
+    shape = built_in(cfg, sms, ring_bytes=RING_BYTES).shape("dispatch", tokens, sms, ring_bytes=RING_BYTES)
     assert (shape.grid, shape.send_ctas, shape.joins, shape.slices) == (2 * sms, senders, joins, slices)
     assert shape.receive_from == (0 if joins or senders == 2 * sms else senders)
 
@@ -106,6 +106,15 @@ def test_tables_of_twins_are_for_all_rows() -> None:
             assert replace(found, tokens=1) == replace(other, tokens=1)
         assert few.entry("combine", 24 * PIPED_TOKENS + 1) == Entry(MANY, MANY, 0, MANY_SLICES if hidden > 128 else 1)
         assert hidden > 128 or all(entry.slices == 1 for entry in few.dispatch if entry.tokens > 2)
+
+
+def test_where_ctas_have_no_twins_dispatch_has_the_usual_tables() -> None:
+    """Up to TWIN_CTAS they have, if they fill SMs; pipelines bring rows home in more CTAs, too."""
+    cfg = EPConfig(7168, 256, 8, 4096, 2)
+    for sms, ring, twins in ((TWIN_CTAS, RING_BYTES, True), (TWIN_CTAS, 0, False), (TWIN_CTAS + 1, RING_BYTES, False)):
+        found, usual = built_in(cfg, sms, ring_bytes=ring), built_in(cfg, sms)
+        assert (found.dispatch != usual.dispatch) == twins
+        assert (found.combine != usual.combine) == (ring > 0)
 
 
 @pytest.mark.parametrize(

@@ -50,13 +50,13 @@ def test_no_launch_shape_has_more_pieces_than_flags(launch: tuple[EPConfig, int,
 
 @given(launches, tunings, st.sampled_from(OPERATIONS), st.booleans(), st.booleans())
 def test_each_half_that_runs_has_a_cta_of_a_resident_grid(
-    launch: tuple[EPConfig, int, int], made: Tuning, operation: str, pairs: bool, twins: bool
+    launch: tuple[EPConfig, int, int], made: Tuning, operation: str, pairs: bool, fills: bool
 ) -> None:
     """The grid is resident together, and each half that runs has at least one CTA, or twin."""
     cfg, tokens, max_ctas = launch
     sends, receives = not operation.endswith("_wait"), not operation.endswith("_async")
     for tuning in (built_in(cfg, max_ctas), made):
-        shape = tuning.shape(operation, tokens, max_ctas, pairs=pairs, whole_sms=twins, twins=twins)
+        shape = tuning.shape(operation, tokens, max_ctas, pairs=pairs, whole_sms=fills, ring_bytes=RING_BYTES * fills)
         assert 1 <= shape.ctas <= max_ctas and shape.ctas * (1 + shape.twins) == shape.grid
         assert not pairs or shape.ctas == 1 or shape.ctas % 2 == 0
         if sends:

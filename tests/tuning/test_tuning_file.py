@@ -113,7 +113,7 @@ def test_ranks_have_the_tables_measured_with_as_many_ctas(gpus: None) -> None:
     """Of the SM budget, and of the ranks that share a GPU."""
     few, half = (Entry(MANY, 30, 0, 1),), (Entry(MANY, 60, 0, 1),)
     write_tables({setting(ctas=32): few, setting(): MINE, setting(gpus=3, ctas=62): half})
-    for sms, ctas, table, ring in ((32, 32, few, RING_BYTES), (132, TABLE_CTAS, MINE, 0), (64, 64, None, 0)):
+    for sms, ctas, table, ring in ((32, 32, few, RING_BYTES), (132, TABLE_CTAS, MINE, 0), (64, 64, None, RING_BYTES)):
         built = built_in(CFG, ctas, ring_bytes=ring)
         ranks = connection.connect_local(CFG, [f"cuda:{index}" for index in range(4)], sms=sms)
         assert [rank.tuning for rank in ranks] == [replace(built, dispatch=table or built.dispatch)] * 4

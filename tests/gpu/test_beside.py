@@ -1,0 +1,108 @@
+"""Launches of two groups, whose CTAs have an SM each and take all SMs together, are resident together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPTimeout
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
+from cute_ep.runtime.communicator import Communicator
+
+from .conftest import connected
+
+MOST = LAMPORT_TOKENS + 400
+TOKENS = (16, 200, MOST)
+"""Too few to fill SMs, Lamport rows by CTAs that fill them, rows that pipelines bring home."""
+CALLS = ("dispatch", "dispatch_wait", "combine_partial", "combine_exact")
+PAIR = ["cuda:0"] * 2
+DEADLINE = 10.0
+CFG = EPConfig(2048, 48, 6, MOST, 2, timeout_s=DEADLINE)
+
+
+class Group:
+    """Two ranks on one GPU, with a stream each and, by the number of tokens, what they have dispatched."""
+
+    def __init__(self, ranks: list[Communicator]) -> None:
+        self.ranks, self.streams = ranks, [torch.cuda.Stream() for _ in ranks]
+        self.given = {}
+        for tokens in TOKENS:
+            given = [self._inputs(tokens) for _ in ranks]
+            torch.cuda.synchronize()
+            batches = [self._on(rank, self.ranks[rank].dispatch, *given[rank]) for rank in (0, 1)]
+            torch.cuda.synchronize()
+            rows = [torch.zeros(batch.tokens.shape[0], self.cfg.hidden, device="cuda").bfloat16() for batch in batches]
+            self.given[tokens] = given, batches, rows
+        torch.cuda.synchronize()
+
+    @property
+    def cfg(self) -> EPConfig:
+        return self.ranks[0].cfg
+
+    def start(self, rank: int, call: str, tokens: int) -> torch.cuda.Event:
+        """The end of a call of one rank, which waits for the other."""
+        given, batches, rows = self.given[tokens]
+        communicator = self.ranks[rank]
+        if call == "dispatch":
+            self._on(rank, communicator.dispatch, *given[rank])
+        elif call == "dispatch_wait":
+            self._on(rank, lambda: communicator.dispatch_wait(communicator.dispatch_async(*given[rank])))
+        else:
+            mode = call.removeprefix("combine_")
+            self._on(rank, communicator.combine, rows[rank], batches[rank], mode=mode)
+        return self._on(rank, lambda: torch.cuda.current_stream().record_event())
+
+    def _inputs(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        experts, top_k = self.cfg.num_experts, self.cfg.top_k
+        weights, ids = torch.rand(tokens, experts, device="cuda").topk(top_k)
+        return torch.randn(tokens, self.cfg.hidden, device="cuda").bfloat16(), ids, weights
+
+    def _on(self, rank: int, call: Callable, *arguments: object, **options: object) -> object:
+        with torch.cuda.stream(self.streams[rank]):
+            return call(*arguments, **options)
+
+
+def ends_beside(one: Group, waiting: tuple[str, int], other: Group, call: tuple[str, int], seconds: float) -> bool:
+    """Whether calls of the other group end while one rank of the first waits for its peer, which then comes."""
+    one.start(0, *waiting)
+    time.sleep(0.002)
+    ends = [other.start(rank, *call) for rank in (0, 1)]
+    until = time.monotonic() + seconds
+    while not all(end.query() for end in ends) and time.monotonic() < until:
+        time.sleep(0.0002)
+    ended = all(end.query() for end in ends)
+    one.start(1, *waiting)
+    for rank in (*one.ranks, *other.ranks):
+        rank.synchronize()
+    return ended
+
+
+def third_of_sms() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count // 3
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
+def test_a_launch_that_waits_leaves_the_other_sms_to_another_group(fmt: str) -> None:
+    cfg, sms = replace(CFG, dispatch_format=fmt), third_of_sms()
+    kinds = list(product(CALLS, TOKENS))
+    with connected(cfg, PAIR, sms=sms) as first, connected(cfg, PAIR, sms=sms) as second:
+        assert all(rank.ring_bytes for rank in (*first, *second))
+        one, other = Group(first), Group(second)
+        late = [pair for pair in product(kinds, kinds) if not ends_beside(one, pair[0], other, pair[1], DEADLINE / 2)]
+    assert not late
+
+
+def test_sms_that_a_launch_has_are_not_free() -> None:
+    """Without which the test above says nothing: dispatches of more CTAs than SMs that are left wait for CTAs that do
+    not start, and the first group's second rank finds no SM."""
+    sms = third_of_sms()
+    with connected(CFG, PAIR, sms=sms) as first, connected(CFG, PAIR, sms=sms + 8) as second:
+        one, other = Group(first), Group(second)
+        with pytest.raises(EPTimeout):
+            ends_beside(one, ("dispatch", MOST), other, ("dispatch", MOST), 0.1)
