@@ -121,6 +121,7 @@ def connect_gpus(
     node = on_gpus(cfg, options.hooks)
     sharing = Counter(devices)
     find = options.finder(node, devices[0], len(sharing))
+    # refuses a wrong budget before anything is allocated
     shares = {device: share_of(device, options.sms, find, ranks=ranks) for device, ranks in sharing.items()}
     enable_all_peers(sharing)
     open_ranks: list[EPCommunicator] = []

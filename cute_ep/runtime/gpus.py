@@ -29,18 +29,14 @@ def sm_budget(device: str | torch.device, sms: int | None) -> int:
     return sms or have
 
 
-def ring_bytes(device: torch.device, sms: int | None, ranks: int) -> int:
-    """Shared memory for the stages of piped kernels: RING_BYTES, or as much as the GPU has; 0 where ranks have all SMs,
-    or a budget that leaves fewer than FREE_SMS. Exact combine of 4096 tokens takes 676 us by pipelines and 799 without
-    on 124 SMs, 675 and 712 on 131, a partial one 216 and 215 on 124, 217 and 205 on 131 (2 x H200, 132 SMs,
-    2026-11-27).
-
-    Args:
-        sms: what each rank may take, None for all, which ranks that share a device take as one with a GPU of its own.
-        ranks: on the device.
+def ring_bytes(device: torch.device, ctas: int) -> int:
+    """Shared memory for the stages of piped kernels: RING_BYTES, or as much as the GPU has. 0 where so many CTAs, those
+    of all ranks on the device, leave fewer than FREE_SMS SMs: then partial combine, which is the default, is faster
+    without pipelines. Of 4096 tokens it takes 216 us with them and 215 without on 124 SMs, 217 and 205 on 131; exact
+    combine 676 and 799, 675 and 712 (2 x H200, 132 SMs, 2026-11-27).
     """
     properties = torch.cuda.get_device_properties(device)
-    if sms is None or ranks * sms > properties.multi_processor_count - FREE_SMS:
+    if ctas > properties.multi_processor_count - FREE_SMS:
         return 0
     return min(RING_BYTES, properties.shared_memory_per_block_optin - KEPT_BYTES)
 

@@ -137,8 +137,9 @@ class LaunchCache:
             if len(self._shapes) >= SHAPES_KEPT:
                 self._shapes.clear()
             expected = tokens or self.cfg.max_tokens_per_rank
-            options = {**self._options, "whole_rows": whole_rows}
-            shape = tuning.shape(operation, expected, self.max_ctas, ring_bytes=self.ring_bytes, **options)
+            shape = tuning.shape(
+                operation, expected, self.max_ctas, whole_rows=whole_rows, ring_bytes=self.ring_bytes, **self._options
+            )
             wide = operation.startswith("combine") and shape.threads == WIDE_THREADS
             flagged = self._are_flagged(tokens)
             may_pipe = wide and not operation.endswith("_wait") and self._are_flagged(expected)

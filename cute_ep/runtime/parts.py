@@ -138,9 +138,11 @@ class Share:
 
 
 def share_of(device: torch.device, sms: int | None, find: Callable[..., Tuning], *, ranks: int = 1) -> Share:
-    """What each of `ranks` ranks has of its device. sms: as of `connect`; EPConfigError where there are not so many.
-    find: as `find_tuning`, called with the CTAs and `ring_bytes`."""
-    ctas, ring = max_ctas(device, sms, ranks), ring_bytes(device, sms, ranks)
+    """What each of `ranks` ranks has of its device. sms: as of `connect`, EPConfigError where there are not so many;
+    None: also ranks that share a device launch the kernels of ranks that have one each, which have no pipelines. find:
+    as `find_tuning`, called with the CTAs and `ring_bytes`."""
+    ctas = max_ctas(device, sms, ranks)
+    ring = 0 if sms is None else ring_bytes(device, ranks * ctas)
     return Share(ctas, find(ctas, ring_bytes=ring), ring, ranks)
 
 

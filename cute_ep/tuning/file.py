@@ -20,8 +20,9 @@ from cute_ep.tuning.launch_shape import FAMILIES, Entry, Tuning
 
 @dataclass(frozen=True)
 class Setting:
-    """What a table was measured for: GPUs, CTAs that a rank may have, ranks that exchange messages, shape, and format
-    and order of dispatched rows; None for combine, whose rows come home alike whatever these were."""
+    """What a table was measured for: GPUs, CTAs that a rank may have, ranks that exchange messages, shape, format and
+    order of dispatched rows (None for combine, whose rows come home alike whatever these were), and shared memory of
+    pipelines."""
 
     gpu: str
     gpus: int
@@ -32,12 +33,14 @@ class Setting:
     top_k: int
     format: str | None
     order: str | None = None  # not in every file
+    ring_bytes: int = 0  # not in every file
 
     @classmethod
-    def of(cls, family: str, cfg: EPConfig, gpu: str, gpus: int, ctas: int) -> Setting:
-        """The setting of a family's table for `cfg` on `gpus` GPUs called `gpu`, with so many CTAs a rank."""
-        rows = (cfg.dispatch_format, cfg.row_order) if family == "dispatch" else (None, None)
-        return cls(gpu, gpus, ctas, cfg.peers, cfg.hidden, cfg.num_experts, cfg.top_k, *rows)
+    def of(cls, family: str, cfg: EPConfig, gpu: str, gpus: int, ctas: int, *, ring_bytes: int = 0) -> Setting:
+        """The setting of a family's table for `cfg` on `gpus` GPUs called `gpu`, with so many CTAs a rank, which have
+        `ring_bytes` as of `built_in`."""
+        fmt, order = (cfg.dispatch_format, cfg.row_order) if family == "dispatch" else (None, None)
+        return cls(gpu, gpus, ctas, cfg.peers, cfg.hidden, cfg.num_experts, cfg.top_k, fmt, order, ring_bytes)
 
 
 Tables = dict[Setting, tuple[Entry, ...]]
@@ -86,6 +89,6 @@ def find_tuning(cfg: EPConfig, gpu: str, gpus: int, ctas: int, *, ring_bytes: in
     """The user's tables for `cfg` on `gpus` GPUs called `gpu`, with so many CTAs a rank; those of `built_in`, with
     its `ring_bytes`, where there are none."""
     tables = read_tables()
-    settings = {family: Setting.of(family, cfg, gpu, gpus, ctas) for family in FAMILIES}
+    settings = {family: Setting.of(family, cfg, gpu, gpus, ctas, ring_bytes=ring_bytes) for family in FAMILIES}
     built = built_in(cfg, ctas, ring_bytes=ring_bytes)
     return replace(built, **{family: tables[one] for family, one in settings.items() if one in tables})

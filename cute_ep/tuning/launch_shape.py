@@ -33,9 +33,9 @@ twins. Partial combine of 128 tokens on 64 and 124 SMs takes 16.0 and 12.3 us so
 124 SMs 140 and 57.5, else 220 and 64.7 (2 x H200, 2026-11-26); FP8 dispatch by source rank of 16 tokens on 8 and 24 SMs
 10.8 and 7.9, else 13.4 and 7.1 (2 x H200, 2026-11-27)."""
 TWIN_CTAS = 66
-"""Most CTAs of dispatches whose CTAs may have twins. BF16 dispatch of 256 / 4096 tokens takes 21.6 / 210 us with twins
-and their tables on 56 SMs, 24.0 / 230 without, on 88 SMs 18.2 / 205 and 19.2 / 205; FP8 22.1 / 155 and 22.8 / 168, on
-88 SMs 16.8 / 152 and 17.0 / 142 (2 x H200, 2026-11-27)."""
+"""Most CTAs of dispatches whose CTAs may have twins. On 56 SMs dispatch of 4096 BF16 / FP8 / NVFP4 tokens takes 210 /
+155 / 119 us with twins and their tables and 230 / 168 / 139 without, of BF16 ones by source rank 180 and 206. On 88 SMs
+it takes 205 / 152 / 108 and 205 / 142 / 114, and 180 and 177 (2 x H200, 2026-11-27)."""
 PIPED_TOKENS = 11
 """Most tokens for each CTA whose rows come home as Lamport rows where CTAs may have pipelines, which take others.
 Partial combine of 64 / 128 tokens on 8 SMs takes 32.8 / 43.7 us by pipelines and 28.5 / 48.9 as Lamport rows, of 256 /
@@ -47,7 +47,7 @@ FAMILIES = ("dispatch", "combine")
 
 
 def has_twins(ctas: int, ring_bytes: int) -> bool:
-    """Whether CTAs of dispatch may have twins, with so many CTAs at most; `ring_bytes` where they fill SMs, else 0."""
+    """Whether CTAs of dispatch may have twins, with so many CTAs at most. ring_bytes: as of `built_in`."""
     return ctas <= TWIN_CTAS and ring_bytes > 0
 
 
@@ -198,7 +198,7 @@ class Tuning:
                 send (2 x H200, 2026-11-26, 1024 and 4096 tokens: 173 and 676 us, by half of them 184 and 701).
             pairs: the CTAs come in pairs, so their number is even unless it is 1.
             whole_sms: each CTA of combine may fill an SM, from WIDE_TOKENS on.
-            ring_bytes: of CTAs that may fill SMs. Those of dispatch do, from WIDE_TOKENS on, where they have twins.
+            ring_bytes: as of `built_in`. CTAs of dispatch that may have twins (`has_twins`) do from WIDE_TOKENS on.
         """
         entry, dispatches = self.entry(operation, tokens), operation.startswith("dispatch")
         ctas = min(max_ctas, entry.grid)

@@ -110,8 +110,8 @@ def connected(sms: int | None, *, pairs: bool) -> Iterator[tuple[Communicator, G
     communicator = connect(cfg, library=LIBRARY, sms=sms)
     assert isinstance(communicator, Communicator)
     if not pairs:
-        most, kernels = communicator.max_ctas, communicator._kernels
-        communicator._cache = LaunchCache(cfg, rank, most, kernels, pairs=False, whole_sms=True)
+        most, kernels, ring = communicator.max_ctas, communicator._kernels, communicator.ring_bytes
+        communicator._cache = LaunchCache(cfg, rank, most, kernels, pairs=False, whole_sms=True, ring_bytes=ring)
     given = Given(communicator)
     for case in CASES:
         given.prepare("combine")()

@@ -27,11 +27,10 @@ CFG = EPConfig(2048, 48, 6, MOST, 2, timeout_s=DEADLINE)
 
 
 class Group:
-    """Two ranks on one GPU, with a stream each and, by the number of tokens, what they have dispatched."""
+    """Two ranks on one GPU, each on its stream, and, by the number of tokens, what they have dispatched."""
 
     def __init__(self, ranks: list[Communicator]) -> None:
-        self.ranks, self.streams = ranks, [torch.cuda.Stream() for _ in ranks]
-        self.given = {}
+        self.ranks, self.given = ranks, {}
         for tokens in TOKENS:
             given = [self._inputs(tokens) for _ in ranks]
             torch.cuda.synchronize()
@@ -64,34 +63,39 @@ class Group:
         return torch.randn(tokens, self.cfg.hidden, device="cuda").bfloat16(), ids, weights
 
     def _on(self, rank: int, call: Callable, *arguments: object, **options: object) -> object:
-        with torch.cuda.stream(self.streams[rank]):
+        with torch.cuda.stream(self.ranks[rank].stream):
             return call(*arguments, **options)
 
 
 def ends_beside(one: Group, waiting: tuple[str, int], other: Group, call: tuple[str, int], seconds: float) -> bool:
     """Whether calls of the other group end while one rank of the first waits for its peer, which then comes."""
-    one.start(0, *waiting)
+    waits = one.start(0, *waiting)
     time.sleep(0.002)
     ends = [other.start(rank, *call) for rank in (0, 1)]
     until = time.monotonic() + seconds
     while not all(end.query() for end in ends) and time.monotonic() < until:
         time.sleep(0.0002)
     ended = all(end.query() for end in ends)
+    assert not waits.query()
     one.start(1, *waiting)
     for rank in (*one.ranks, *other.ranks):
         rank.synchronize()
     return ended
 
 
-def third_of_sms() -> int:
-    return torch.cuda.get_device_properties(0).multi_processor_count // 3
+def sms_of_both(share: float) -> tuple[int, int]:
+    """SMs of a rank of the first group, and of the second group, of whom two have all that the first one leaves."""
+    have = torch.cuda.get_device_properties(0).multi_processor_count
+    first = int(have * share)
+    return first, (have - first) // 2
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
-def test_a_launch_that_waits_leaves_the_other_sms_to_another_group(fmt: str) -> None:
-    cfg, sms = replace(CFG, dispatch_format=fmt), third_of_sms()
+@pytest.mark.parametrize("share", [1 / 16, 1 / 5, 1 / 3, 6 / 13])
+def test_a_launch_that_waits_leaves_the_other_sms_to_another_group(share: float, fmt: str) -> None:
+    cfg, (few, rest) = replace(CFG, dispatch_format=fmt), sms_of_both(share)
     kinds = list(product(CALLS, TOKENS))
-    with connected(cfg, PAIR, sms=sms) as first, connected(cfg, PAIR, sms=sms) as second:
+    with connected(cfg, PAIR, sms=few) as first, connected(cfg, PAIR, sms=rest) as second:
         assert all(rank.ring_bytes for rank in (*first, *second))
         one, other = Group(first), Group(second)
         late = [pair for pair in product(kinds, kinds) if not ends_beside(one, pair[0], other, pair[1], DEADLINE / 2)]
@@ -101,8 +105,8 @@ def test_a_launch_that_waits_leaves_the_other_sms_to_another_group(fmt: str) -> 
 def test_sms_that_a_launch_has_are_not_free() -> None:
     """Without which the test above says nothing: dispatches of more CTAs than SMs that are left wait for CTAs that do
     not start, and the first group's second rank finds no SM."""
-    sms = third_of_sms()
-    with connected(CFG, PAIR, sms=sms) as first, connected(CFG, PAIR, sms=sms + 8) as second:
+    few, rest = sms_of_both(1 / 3)
+    with connected(CFG, PAIR, sms=few) as first, connected(CFG, PAIR, sms=rest + 8) as second:
         one, other = Group(first), Group(second)
         with pytest.raises(EPTimeout):
             ends_beside(one, ("dispatch", MOST), other, ("dispatch", MOST), 0.1)

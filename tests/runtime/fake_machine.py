@@ -54,7 +54,7 @@ class Machine(FakeDriver):
             "load_local_kernels": lambda devices, library: None,
             "max_ctas": lambda device, sms, ranks: 8,
             "resident_ctas": lambda device: 8,
-            "ring_bytes": lambda device, sms, ranks: 0,
+            "ring_bytes": lambda device, ctas: 0,
         }
         replace_names(monkeypatch, fakes)
         monkeypatch.setattr(

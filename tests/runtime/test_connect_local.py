@@ -90,26 +90,29 @@ def test_cuda_without_a_number_is_the_current_device(gpus: None, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("devices", "sms", "ctas"),
+    ("devices", "sms", "ctas", "stages"),
     [
-        pytest.param([0, 1, 2, 3], None, [264] * 4, id="a GPU each"),
-        pytest.param([0, 1, 2, 3], 132, [264] * 4, id="a GPU each, all SMs"),
-        pytest.param([0, 1, 2, 3], 16, [16] * 4, id="a GPU each, few SMs"),
-        pytest.param([0, 1, 2, 3], 131, [131] * 4, id="a GPU each, an SM less than all"),
-        pytest.param([0, 1, 2, 3], 108, [108] * 4, id="a GPU each, 24 SMs less than all"),
-        pytest.param([0, 1, 2, 3], 107, [107] * 4, id="a GPU each, 25 SMs less than all"),
-        pytest.param([0, 0, 0, 0], None, [31] * 4, id="one GPU"),
-        pytest.param([0, 0, 0, 0], 16, [16] * 4, id="one GPU, few SMs"),
-        pytest.param([0, 0, 0, 0], 132, [31] * 4, id="one GPU, all SMs"),
-        pytest.param([0, 1, 0, 0], None, [41, 264, 41, 41], id="three on one GPU, one on another"),
+        pytest.param([0, 1, 2, 3], None, [264] * 4, [], id="a GPU each"),
+        pytest.param([0, 1, 2, 3], 132, [264] * 4, [], id="a GPU each, all SMs"),
+        pytest.param([0, 1, 2, 3], 16, [16] * 4, [0, 1, 2, 3], id="a GPU each, few SMs"),
+        pytest.param([0, 1, 2, 3], 131, [131] * 4, [], id="a GPU each, an SM less than all"),
+        pytest.param([0, 1, 2, 3], 108, [108] * 4, [0, 1, 2, 3], id="a GPU each, 24 SMs less than all"),
+        pytest.param([0, 1, 2, 3], 107, [107] * 4, [0, 1, 2, 3], id="a GPU each, 25 SMs less than all"),
+        pytest.param([0, 0, 0, 0], None, [31] * 4, [], id="one GPU"),
+        pytest.param([0, 0, 0, 0], 16, [16] * 4, [0, 1, 2, 3], id="one GPU, few SMs"),
+        pytest.param([0, 0, 0, 0], 132, [31] * 4, [0, 1, 2, 3], id="one GPU, a budget of all SMs"),
+        pytest.param([0, 1, 0, 0], None, [41, 264, 41, 41], [], id="three on one GPU, one on another"),
+        pytest.param([0, 1, 0, 0], 130, [41, 130, 41, 41], [0, 2, 3], id="of which only the one leaves few SMs"),
     ],
 )
 def test_ranks_that_share_a_gpu_share_its_ctas_and_leave_sms_free(
-    gpus: None, devices: list, sms: int | None, ctas: list
+    gpus: None, devices: list, sms: int | None, ctas: list, stages: list
 ) -> None:
-    """GPUs of 132 SMs, which hold two CTAs each: all of a GPU to one rank, else at most one CTA on an SM, 8 without."""
+    """GPUs of 132 SMs, which hold two CTAs each: all of a GPU to one rank, else at most one CTA on an SM, 8 without.
+    Ranks with a budget have memory for stages of pipelines if they leave as many."""
     ranks = connection.connect_local(EPConfig(128, 8, 2, 16, 4), [f"cuda:{index}" for index in devices], sms=sms)
     assert [rank.max_ctas for rank in ranks] == ctas
+    assert [rank.rank for rank in ranks if rank.ring_bytes] == stages
     assert [rank.shared_device for rank in ranks] == [devices.count(index) > 1 for index in devices]
     few = [108 <= count < 132 for count in ctas]
     assert [rank.pairs for rank in ranks] == few, "who leaves few SMs free leaves whole TPCs"

@@ -188,7 +188,7 @@ RING, LEAST_RING = RING_BYTES, (LEAST_STAGES + 1) * PIPELINES * 14336
         pytest.param("combine", 4096, 7168, True, 0, False, id="no stages"),
     ],
 )
-def test_combine_has_pipelines_for_many_tokens_on_few_sms(
+def test_combine_has_pipelines_for_many_tokens_of_ctas_with_an_sm_each(
     operation: str, tokens: int, hidden: int, whole_sms: bool, ring_bytes: int, piped: bool
 ) -> None:
     cfg = EPConfig(hidden, 8, 2, 4096, 2)
@@ -259,22 +259,20 @@ def test_ctas_of_dispatch_have_twins(
 
 
 @pytest.mark.parametrize(
-    ("sms", "ranks", "stages"),
+    ("ctas", "sms", "stages"),
     [
-        pytest.param(124, 1, True, id="all SMs but 8"),
-        pytest.param(125, 1, False, id="one more"),
-        pytest.param(62, 2, True, id="with another rank"),
-        pytest.param(63, 2, False, id="one more each"),
-        pytest.param(None, 1, False, id="all SMs"),
-        pytest.param(None, 2, False, id="as with all SMs"),
+        pytest.param(124, 132, True, id="all SMs but 8"),
+        pytest.param(125, 132, False, id="one more"),
+        pytest.param(264, 132, False, id="two an SM"),
+        pytest.param(125, 148, True, id="of a larger GPU"),
     ],
 )
 def test_pipelines_have_an_sm_for_each_cta_and_leave_some_free(
-    monkeypatch: pytest.MonkeyPatch, sms: int | None, ranks: int, stages: bool
+    monkeypatch: pytest.MonkeyPatch, ctas: int, sms: int, stages: bool
 ) -> None:
-    have = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=99 << 10)
+    have = SimpleNamespace(multi_processor_count=sms, shared_memory_per_block_optin=99 << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: have)
-    assert ring_bytes(torch.device("cuda"), sms, ranks) == ((99 << 10) - KEPT_BYTES if stages else 0)
+    assert ring_bytes(torch.device("cuda"), ctas) == ((99 << 10) - KEPT_BYTES if stages else 0)
 
 
 @pytest.mark.parametrize("mode", COMBINE_MODES)

@@ -49,8 +49,10 @@ def tables(draw: st.DrawFn) -> tuple[Entry, ...]:
 tunings = st.builds(Tuning, tables(), tables())
 
 
-def setting(family: str = "dispatch", cfg: EPConfig = CFG, gpu: str = GPU, gpus: int = 4, ctas: int = 264) -> Setting:
-    return Setting.of(family, cfg, gpu, gpus, ctas)
+def setting(
+    family: str = "dispatch", cfg: EPConfig = CFG, gpu: str = GPU, gpus: int = 4, ctas: int = 264, ring: int = 0
+) -> Setting:
+    return Setting.of(family, cfg, gpu, gpus, ctas, ring_bytes=ring)
 
 
 def find(cfg: EPConfig = CFG, gpu: str = GPU, gpus: int = 4, ctas: int = 264) -> Tuning:

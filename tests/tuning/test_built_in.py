@@ -79,6 +79,10 @@ def test_few_rows_come_home_in_a_slice_a_warp(ranks: int, sms: int, slices: list
         pytest.param("rank_major", "fp8", 24, 1024, 20, False, 1, id="another order, shorter messages"),
         pytest.param("rank_major", "nvfp4", 44, 128, 37, False, 2, id="another order, few of the shortest messages"),
         pytest.param("rank_major", "fp8", 8, 16, 16, False, 4, id="few tokens, of another order"),
+        pytest.param("expert_major", "bf16", 8, 16, 16, False, 8, id="few long messages"),
+        pytest.param("expert_major", "bf16", 24, 64, 9, False, 4, id="more of them"),
+        pytest.param("expert_major", "nvfp4", 24, 64, 48, False, 4, id="short ones of fewer twins than some send"),
+        pytest.param("expert_major", "nvfp4", 26, 64, 9, False, 4, id="of as many"),
     ],
 )
 def test_where_ctas_have_twins_dispatch_has_tables_of_its_own(
@@ -109,7 +113,7 @@ def test_tables_of_twins_are_for_all_rows() -> None:
 
 
 def test_where_ctas_have_no_twins_dispatch_has_the_usual_tables() -> None:
-    """Up to TWIN_CTAS they have, if they fill SMs; pipelines bring rows home in more CTAs, too."""
+    """They have none if there are more than TWIN_CTAS, which may have pipelines, or if they do not fill SMs."""
     cfg = EPConfig(7168, 256, 8, 4096, 2)
     for sms, ring, twins in ((TWIN_CTAS, RING_BYTES, True), (TWIN_CTAS, 0, False), (TWIN_CTAS + 1, RING_BYTES, False)):
         found, usual = built_in(cfg, sms, ring_bytes=ring), built_in(cfg, sms)

@@ -110,13 +110,14 @@ def test_all_ranks_read_the_file_once_and_not_where_a_tuning_is_given(
 
 
 def test_ranks_have_the_tables_measured_with_as_many_ctas(gpus: None) -> None:
-    """Of the SM budget, and of the ranks that share a GPU."""
+    """Of the SM budget, and of the ranks that share a GPU, with a budget or without."""
     few, half = (Entry(MANY, 30, 0, 1),), (Entry(MANY, 60, 0, 1),)
-    write_tables({setting(ctas=32): few, setting(): MINE, setting(gpus=3, ctas=62): half})
+    write_tables({setting(ctas=32, ring=RING_BYTES): few, setting(): MINE, setting(gpus=3, ctas=62): half})
     for sms, ctas, table, ring in ((32, 32, few, RING_BYTES), (132, TABLE_CTAS, MINE, 0), (64, 64, None, RING_BYTES)):
         built = built_in(CFG, ctas, ring_bytes=ring)
         ranks = connection.connect_local(CFG, [f"cuda:{index}" for index in range(4)], sms=sms)
         assert [rank.tuning for rank in ranks] == [replace(built, dispatch=table or built.dispatch)] * 4
-    ranks = connection.connect_local(CFG, ["cuda:0", "cuda:0", "cuda:1", "cuda:2"])
-    whole = built_in(CFG, TABLE_CTAS).dispatch
-    assert [rank.tuning.dispatch for rank in ranks] == [half, half, whole, whole]
+    whole, budget = built_in(CFG, TABLE_CTAS).dispatch, built_in(CFG, 62, ring_bytes=RING_BYTES).dispatch
+    for sms, tables in ((None, [half, half, whole, whole]), (62, [budget] * 4)):
+        ranks = connection.connect_local(CFG, ["cuda:0", "cuda:0", "cuda:1", "cuda:2"], sms=sms)
+        assert [rank.tuning.dispatch for rank in ranks] == tables
