@@ -19,7 +19,7 @@ ZIPF_TOKENS = (16, 128, 1024, 4096)
 QUICK_ZIPF_TOKENS = (128,)
 BASIC = ("dispatch", "combine_exact", "combine_partial", "pair")
 """Operations of every point; the main shape's in QUICK_FORMATS have more."""
-SWEEP_SMS = (8, 16, 24, 32, 44, 64, 128, None)
+SWEEP_SMS = (8, 16, 24, 32, 48, 64, 96, 124, None)
 """SM budgets; None is all."""
 SWEEP_TOKENS = (128, 1024, 4096)
 SWEEP_OPERATIONS = {"bf16": ("dispatch", "combine_partial"), "nvfp4": ("dispatch",)}
