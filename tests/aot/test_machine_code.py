@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -13,7 +14,7 @@ from cute_ep.kernels.build import SEGMENTS
 from cute_ep.kernels.combine.recv import SLOTS_IN_FLIGHT
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT
 from cute_ep.layouts.maps.formats import E2M1, E2M3, E3M2, E4M3, FORMATS, Format
-from cute_ep.layouts.maps.launch import CTAS_PER_SM, PIPED_THREADS
+from cute_ep.layouts.maps.launch import CTAS_PER_SM, PIPED_THREADS, WIDE_THREADS
 from cute_ep.layouts.maps.variants import (
     COMBINE_KERNELS,
     COUNT_KERNEL,
@@ -39,6 +40,9 @@ SHARED_BYTES = {"sm_90a": 228 * 1024, "sm_100a": 228 * 1024, "sm_103a": 228 * 10
 """Shared memory of an SM (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")."""
 RESERVED_SHARED_BYTES = 1024
 """Shared memory that the system takes from every CTA."""
+
+MAX_THREADS, THREADS_REQUIRED = b"\x04\x05\x0c\x00", b"\x04\x10\x0c\x00"
+"""In a cubin, what is before the three sizes of a CTA (EIATTR_MAX_THREADS, EIATTR_REQNTID of nvdisasm)."""
 
 WITHOUT_PAYLOAD = ("await_frames", "await_sums", "unpack_frames", "signal_mail")
 """Of MAIL_KERNELS: they move words and entries."""
@@ -66,6 +70,14 @@ def test_two_ctas_fit_on_an_sm(library: dict[Variant, LibraryEntry], variant: Va
         return
     assert 0 < entry.registers <= REGISTER_FILE // (THREADS * CTAS_PER_SM)
     assert CTAS_PER_SM * (entry.smem_bytes + RESERVED_SHARED_BYTES) <= SHARED_BYTES[variant.arch]
+
+
+@GROUP
+def test_ctas_have_as_many_threads_as_are_launched(library: dict[Variant, LibraryEntry], variant: Variant) -> None:
+    """The driver refuses more. Those of piped kernels have just as many, other CTAs may fill an SM."""
+    image, piped = library[variant].read(), variant.kernel in PIPED_KERNELS
+    assert (MAX_THREADS + struct.pack("<3I", WIDE_THREADS, 1, 1) in image) != piped
+    assert (THREADS_REQUIRED + struct.pack("<3I", PIPED_THREADS, 1, 1) in image) == piped
 
 
 @ALL
