@@ -22,7 +22,7 @@ BASIC = ("dispatch", "combine_exact", "combine_partial", "pair")
 SWEEP_SMS = (8, 16, 24, 32, 48, 64, 96, 124, None)
 """SM budgets; None is all."""
 SWEEP_TOKENS = (128, 1024, 4096)
-SWEEP_OPERATIONS = {"bf16": ("dispatch", "combine_partial"), "nvfp4": ("dispatch",)}
+SWEEP_OPERATIONS = {"bf16": ("dispatch", "combine_partial"), "fp8": ("dispatch",), "nvfp4": ("dispatch",)}
 """By format; the format makes no difference to a combine."""
 CEILING_TOKENS = (1024, 4096)
 """Of SWEEP_TOKENS those at which the ceiling of so many SMs is measured: rows of fewer stay in the L2 cache."""

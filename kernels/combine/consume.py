@@ -99,11 +99,11 @@ class Consumer:
                     if header.has(Mark.JOIN):
                         self._join(tPart, rSum)
                 if header.has(Mark.LAST):
-                    self._finish(ctx, tPart, Int32(header.home), rSum)
+                    self._finish(ctx, tPart, Int32(header.target), rSum)
         elif cutlass.const_expr(self.params.partial):
             self._add(ctx, tPart, header.weight, rSum)
             if header.has(Mark.LAST):
-                self._round(ctx, send, tPart, header.home, rSum)
+                self._round(ctx, send, tPart, header.target, rSum)
             if cutlass.const_expr(self.params.adds):
                 if header.has(Mark.OWN_END):
                     self._end_own(tPart, header, rSum)
@@ -180,7 +180,7 @@ class Consumer:
     @cute.jit
     def _send_row(self, ctx: CombineContext, tPart: Part, header: Header) -> None:
         rX = cute.make_rmem_tensor((WORDS, CONSUMER_SEGMENTS), Uint32)
-        row, tHome = self._row(tPart), self._home(tPart, header.home)
+        row, tHome = self._row(tPart), self._home(tPart, header.target)
         if tPart.is_whole(ctx) & ~header.has(Mark.LOST):
             move(plain, row.whole(), rX)
             self.ring.leave(ctx, tPart.stage)
@@ -217,4 +217,4 @@ class Consumer:
         cute.arch.sync_warp()
         last = (from_lane(before, 0) + 1) % CONSUMERS == 0
         if last & (ctx.lane < header.number):
-            signal(row_address(header.home, ctx.lane, FLAG_BYTES), sEpoch[0])
+            signal(row_address(header.target, ctx.lane, FLAG_BYTES), sEpoch[0])

@@ -4,8 +4,8 @@ Lane k holds the row and the weight of entry k. A warp that carries a slice load
 through shared memory, with what all its steps share, in one of two stages: of the span that is carried, and of the
 next.
 
-    entries of a span     (stage, token, k)    (2, span tokens, top_k)    rows, and weights of a sum
-    facts of a span       (stage, Fact)        (2, 8)
+    entries of a span     (stage, token, k)    (2, T, K) : (WIDE_WARPS MAX_TOP_K, K, 1)    rows, and weights of a sum
+    facts of a span       (stage, fact)        (2, 8) : (8, 1)
 
 A CTA barrier stands between the last read of a stage and the next write into it, and between a write and the first
 read (`send`).
@@ -62,8 +62,8 @@ def _fact(rFacts: cute.Tensor, fact: Fact) -> Int32:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a span: number `index` of a token, by number in the span. What a warp without it or without entries
-    does not need is computed when it is asked for.
+    """A step of a span: step `index` of its `token`-th token. Properties compute their values when they are used, since
+    a warp that has no step, or no entries, needs none of them.
 
     Attributes:
         rFacts: (Fact) of the span.
@@ -78,7 +78,7 @@ class Step:
     segments: int
 
     @property
-    def there(self) -> Boolean:
+    def exists(self) -> Boolean:
         """Whether the span has it."""
         return self.token < _fact(self.rFacts, Fact.TOKENS)
 
@@ -145,7 +145,7 @@ class EntryStages:
             sHomes[stage] = ctx.there(span.source, region, sEpoch[0] & 1, span.token)
 
     def step(self, number: Int32, stage: Int32) -> Step:
-        """A step of the staged span, by number: token first, then segments."""
+        """Step `number` of the staged span: all steps of its first token come first."""
         sFacts, sHomes = shared_array(self.facts, Uint32), shared_array(self.homes, Int64)
         rFacts = cute.make_rmem_tensor(FACT_WORDS, Uint32)
         parts = [

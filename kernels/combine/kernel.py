@@ -44,7 +44,7 @@ from cute_ep.kernels.combine.recv import CombineRecv
 from cute_ep.kernels.combine.ring import ALIGNMENT, PipelineParams
 from cute_ep.kernels.combine.send import CombineSend
 from cute_ep.kernels.device.block import launch_config, shared_array
-from cute_ep.kernels.device.context import CombineContext, open_combine, peer_table
+from cute_ep.kernels.device.context import CombineContext, Rounds, open_combine, peer_table
 from cute_ep.kernels.device.slices import control_cta
 from cute_ep.kernels.device.sync import block_all, count_exit
 from cute_ep.kernels.hooks import HookFunctions, WeightReader
@@ -109,34 +109,53 @@ class Combine:
             self.schedule.clear_counters(ctx, control)
         self.recv_role.tickets.open(ctx.tid)
         alive, staggered, added_up = Boolean(True), Boolean(False), Boolean(False)
-        if cutlass.const_expr(not self.send):
-            alive = block_all(ctx.not_aborted())  # Lamport rows have no wait that begins with this
         if cutlass.const_expr(self.send):
-            row, weight = Int32(NO_ROW), Float32(0.0)
-            if ctx.cta < ctx.grid.send_ctas:
-                if cutlass.const_expr(self.piped):
-                    self.pipelines.prepare(ctx)
-                else:
-                    row, weight = self.send_role.prepare(ctx)
-            sent, word = rounds.sent if self.receive else None, StateWord.COMBINE_SEND_EPOCH
-            alive = ctx.wait_all_ranks(ctx.arena.combine_consumed, ctx.epoch - 2, Phase.COMBINE_CONSUMED, sent, word)
-            if ctx.cta < ctx.grid.send_ctas and alive:
-                if ctx.cta == control:
-                    self.pairs.tell(ctx, self.schedule.round(ctx))
-                if cutlass.const_expr(self.piped):
-                    alive, added_up = self.pipelines.run(ctx), self.pipelines.adds_up(ctx)
-                else:
-                    self.send_role.run(ctx, row, weight)
-                    staggered = self.schedule.are_staggered(ctx)
+            alive, staggered, added_up = self._send_half(ctx, rounds, control)
+        else:
+            alive = block_all(ctx.not_aborted())  # Lamport rows have no wait that begins with this
         if cutlass.const_expr(self.receive):
             if ctx.cta >= ctx.grid.receive_from and alive & ~added_up:
-                receiver, receivers = ctx.cta - ctx.grid.receive_from, ctx.ctas - ctx.grid.receive_from
-                compares = (receiver == control_cta(receivers)) & (ctx.ranks > 1) & (ctx.sums.tokens > 0)
-                if compares & (ctx.warp == 0):
-                    alive = self.pairs.compare(ctx)
-                else:
-                    alive = self.recv_role.run(ctx, receiver, receivers, Int32(compares), staggered)
+                alive = self._receive_half(ctx, staggered)
         self._leave(ctx, alive)
+
+    @cute.jit
+    def _send_half(self, ctx: CombineContext, rounds: Rounds, control: Int32) -> tuple[Boolean, Boolean, Boolean]:
+        """By all CTAs: wait for `combine_consumed`; then the sending ones send rows, and `control` tells the dispatch
+        round of the batch.
+
+        Returns:
+            False after a timeout; whether warps of the CTA do not end together; whether it has received, too.
+        """
+        row, weight = Int32(NO_ROW), Float32(0.0)
+        staggered, added_up = Boolean(False), Boolean(False)
+        if ctx.cta < ctx.grid.send_ctas:
+            if cutlass.const_expr(self.piped):
+                self.pipelines.prepare(ctx)
+            else:
+                row, weight = self.send_role.prepare(ctx)
+        sent, word = rounds.sent if self.receive else None, StateWord.COMBINE_SEND_EPOCH
+        alive = ctx.wait_all_ranks(ctx.arena.combine_consumed, ctx.epoch - 2, Phase.COMBINE_CONSUMED, sent, word)
+        if ctx.cta < ctx.grid.send_ctas and alive:
+            if ctx.cta == control:
+                self.pairs.tell(ctx, self.schedule.round(ctx))
+            if cutlass.const_expr(self.piped):
+                alive, added_up = self.pipelines.run(ctx), self.pipelines.adds_up(ctx)
+            else:
+                self.send_role.run(ctx, row, weight)
+                staggered = self.schedule.are_staggered(ctx)
+        return alive, staggered, added_up
+
+    @cute.jit
+    def _receive_half(self, ctx: CombineContext, staggered: Boolean) -> Boolean:
+        """By the receiving CTAs: a warp compares rounds, the others add up. False after a timeout."""
+        alive = Boolean(True)
+        receiver, receivers = ctx.cta - ctx.grid.receive_from, ctx.ctas - ctx.grid.receive_from
+        compares = (receiver == control_cta(receivers)) & (ctx.ranks > 1) & (ctx.sums.tokens > 0)
+        if compares & (ctx.warp == 0):
+            alive = self.pairs.compare(ctx)
+        else:
+            alive = self.recv_role.run(ctx, receiver, receivers, Int32(compares), staggered)
+        return alive
 
     @cute.jit
     def _leave(self, ctx: CombineContext, alive: Boolean) -> None:

@@ -1,11 +1,11 @@
 """Which spans a pipeline sends, and whose tokens it adds up.
 
-The first span of a pipeline is scheduled statically, further ones among the pipelines of the same turn, which have a
-counter; runs of tokens among all of a launch.
+The first span of a pipeline is scheduled statically, further ones among the pipelines that start with the same source,
+which have a counter; runs of tokens among all of a launch.
 
 Where pipelines add up, a launch sends its own rank nothing, and every ranks-th pipeline begins to add up at once, which
 takes as long as the others send where rows are alike everywhere: links and SMs work at the same time. If its next run
-is not there after some looks, it sends a span of its turn; also in the end, where spans of it are left.
+is not there after some looks, it sends a span from its counter; also in the end, where spans are left there.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ class Sender:
         number: among those that begin with spans; of another one how many of these come before it.
         senders: how many begin with spans.
         begins: whether it does.
-        turn: the counter that it draws from; each has pipelines that begin with its spans, if there are any.
+        start: the source that it starts with, and so the counter that it draws from; each counter has pipelines that
+            begin with its spans, if there are any.
     """
 
     number: Int32
     senders: Int32
     begins: Boolean
-    turn: Int32
+    start: Int32
 
 
 class PipelineSchedule(CombineSchedule):
@@ -99,7 +100,7 @@ class PipelineSchedule(CombineSchedule):
             return Int32(LOOKS)
         return cutlass.select_(ctx.grid.send_ctas <= FEW_CTAS, Int32(FEW_LOOKS), Int32(LOOKS))
 
-    def run(self, ctx: CombineContext) -> Int32:
+    def run_tokens(self, ctx: CombineContext) -> Int32:
         """Tokens of a run: as many as a warp has lanes for their entries, or fewer, so that pipelines have RUNS; at
         least one."""
         _, most = ctx.by_top_k.split(Int32(32))
@@ -123,9 +124,9 @@ class PipelineSchedule(CombineSchedule):
         """What a pipeline, of so many, is as a sender."""
         number, behind = (self._senders_before(ctx, one) for one in (pipeline, pipeline + 1))
         begins = number != behind
-        # those that do not begin with spans spread over the turns, too
-        turn, _ = self.by_sources(ctx).split(cutlass.select_(begins, number, pipeline - number))
-        return Sender(number, self._senders_before(ctx, pipelines), begins, turn)
+        # those that do not begin with spans spread over the sources, too
+        start, _ = self.by_sources(ctx).split(cutlass.select_(begins, number, pipeline - number))
+        return Sender(number, self._senders_before(ctx, pipelines), begins, start)
 
     def _senders_before(self, ctx: CombineContext, pipeline: Int32) -> Int32:
         """How many pipelines before that one begin with spans."""
@@ -149,17 +150,17 @@ class PipelineSchedule(CombineSchedule):
         """What `next_of` will need, in lane 0: it may come while the pipeline carries a span."""
         ticket = Int32(0)
         if ctx.lane == 0:
-            ticket = self.take(ctx, sender.turn, Int32(0))
+            ticket = self.take(ctx, sender.start, Int32(0))
         return ticket
 
     def next_of(self, ctx: CombineContext, sender: Sender, asked: Int32) -> Int32:
         """The next span of a sender: of one source, where sources divide `senders`."""
-        turns = cutlass.min(self.by_sources(ctx).extent, sender.senders)
-        return item_of(sender.senders, from_lane(asked, 0), turns, sender.turn)
+        counters = cutlass.min(self.by_sources(ctx).extent, sender.senders)
+        return item_of(sender.senders, from_lane(asked, 0), counters, sender.start)
 
     @cute.jit
     def ask_run(self, ctx: CombineContext) -> Int32:
-        """The next run of tokens, in lane 0, from the counter of the own rank's turn: it sends nothing there."""
+        """The next run of tokens, in lane 0, from the counter of the own rank, to which it sends nothing."""
         ticket = Int32(0)
         if ctx.lane == 0:
             ticket = self.take(ctx, ctx.ranks - 1, Int32(0))

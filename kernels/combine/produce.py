@@ -24,7 +24,7 @@ from cute_ep.kernels.device.context import CombineContext
 from cute_ep.kernels.device.lamport import region_of
 from cute_ep.kernels.device.memory import part_at, row_address
 from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, without_lowest
-from cute_ep.layouts.maps.arena import CHUNK, COMBINE_ITEMSIZE, chunk_of
+from cute_ep.layouts.maps.arena import CHUNK, chunk_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import PIPELINES
 from cute_ep.layouts.maps.routing import NO_ROW
@@ -61,31 +61,32 @@ class Producer:
     def _put_all(
         self, ctx: CombineContext, stages: Stages, state: PipelineState, sender: Sender, compares: Boolean
     ) -> tuple[Boolean, PipelineState]:
-        """Spans and, where pipelines add up, what is added up for runs of tokens, one at a time. False after a timeout;
-        the next state.
+        """Send spans and, where pipelines add up, put the rows that runs of tokens are added up from, a run at a time.
+        False after a timeout; the next state.
 
-        While the pipeline `drains`, `item` is the span that it sends next. Then a span is drawn only to be sent at
-        once, where `left` says that its counter may have one; without, `item` is none. The first of its runs, NO_RUN,
-        has no rows and is always there.
+        A pipeline that `drains` holds `item`, the next span, and sends until its counter has none. Any other one looks
+        for its run. If that has not arrived, and the counter may have spans (`may_draw`), the pipeline draws one and
+        sends it at once; a draw precedes each such send, so that no span is sent twice. NO_RUN stands for an empty
+        first run, which counts as arrived.
         """
         adds_up = self.params.adds_up(ctx)
         tokens = cutlass.select_(adds_up, ctx.sums.tokens, Int32(0))
-        run = self.schedule.run(ctx)
+        run_tokens = self.schedule.run_tokens(ctx)
         _, mine = ctx.by_top_k.split(ctx.lane)
         token, asked_run = cutlass.select_(adds_up, Int32(NO_RUN), Int32(0)), Int32(0)
         entry = LaneEntry(Int32(NO_ROW), Int32(NO_ROW), Float32(0.0))
         item, spans = self.schedule.first_of(sender), self.schedule.count()
-        drains, left, alive = item < spans, spans > 0, Boolean(True)
-        while alive & (left | (token < tokens)):
-            there, looks = Boolean(False), Int32(0)
+        drains, may_draw, alive = item < spans, spans > 0, Boolean(True)
+        while alive & (may_draw | (token < tokens)):
+            arrived, looks = Boolean(False), Int32(0)
             if ~drains & (token < tokens):
-                there = self.runs.are_there(ctx, token + mine, entry.owner)
-                while ~there & left & (looks < self.schedule.looks(ctx)):
-                    there, looks = self.runs.are_there(ctx, token + mine, entry.owner), looks + 1
-            if ~drains & ~there & left:
+                arrived = self.runs.are_there(ctx, token + mine, entry.owner)
+                while ~arrived & may_draw & (looks < self.schedule.looks(ctx)):
+                    arrived, looks = self.runs.are_there(ctx, token + mine, entry.owner), looks + 1
+            if ~drains & ~arrived & may_draw:
                 item = self.schedule.next_of(ctx, sender, self.schedule.ask_of(ctx, sender))
-                left = item < spans
-            if ~there & (item < spans):
+                may_draw = item < spans
+            if ~arrived & (item < spans):
                 asked = Int32(0)
                 if drains:
                     asked = self.schedule.ask_of(ctx, sender)
@@ -93,20 +94,20 @@ class Producer:
                 if drains:
                     item = self.schedule.next_of(ctx, sender, asked)
                     drains = item < spans
-                    left = drains
+                    may_draw = drains
             elif token < tokens:
                 if token == NO_RUN:
                     asked_run = self.schedule.ask_run(ctx)
                     if compares:
                         alive = self.params.compare(ctx)
-                following = from_lane(asked_run, 0) * run
+                following = from_lane(asked_run, 0) * run_tokens
                 asked_run = self.schedule.ask_run(ctx)
-                next_entry = self.runs.load(ctx, following, run)  # on their way meanwhile
-                if ~there & alive:
+                next_entry = self.runs.load(ctx, following, run_tokens)  # on their way meanwhile
+                if ~arrived & alive:
                     alive = self.runs.wait(ctx, token + mine, entry.owner)
                 if alive & (token != NO_RUN):
-                    last = cutlass.min(run, tokens - token)
-                    state = self.runs.put(ctx, stages, state, token, last, entry)
+                    count = cutlass.min(run_tokens, tokens - token)
+                    state = self.runs.put(ctx, stages, state, token, count, entry)
                 token, entry = following, next_entry
         return alive, state
 
@@ -150,7 +151,7 @@ class Producer:
                     lost = found >= ctx.rows.capacity
                     marks = marks | cutlass.select_(lost, Int32(int(Mark.LOST)), Int32(0))
                     nbytes = cutlass.select_(lost, Int32(0), nbytes)
-                address = row_address(data, found, Int32(ctx.group.hidden * COMBINE_ITEMSIZE))
+                address = row_address(data, found, ctx.row_bytes)
                 state = self.ring.put(ctx, stages, state, Header(to, own_weight, marks), address, nbytes)
             row, weight = next_row, next_weight
         return state

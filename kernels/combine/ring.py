@@ -40,13 +40,21 @@ ALIGNMENT = 128
 
 
 class Mark(IntEnum):
-    """ROW: there is one. LOST: it is to be sent, and dispatch had no room for it. LAST: it is its token's, or the token
-    has none. OUT: to be added up for the output. STOP: nothing comes any more. A header without ROW, LAST and STOP ends
-    a span. A row to be added that dispatch had no room for has the weight NaN: what is in its stage does not matter.
+    """What a header says of its stage. A header with none of ROW, LAST and STOP ends a span.
 
-    Partial sums are added in the order of their ranks. The own one is made first, of the own token's rows, and OWN_END
-    stands beside the last of these: it is rounded as if it were sent. That is right where at most one lower rank has
-    rows, since a + b = b + a. Otherwise it is put ASIDE, and JOINs behind the highest lower rank's sum."""
+    Attributes:
+        ROW: the stage holds a row.
+        LOST: dispatch had no room for the row, so NaN is sent. A lost row that is added up has the weight NaN instead.
+        LAST: no other row of the token follows. Without ROW the token has no rows.
+        OUT: the row is added up for this rank's output. Without it the row, or its sum, is sent.
+        STOP: nothing follows.
+        OWN_END: the row is the last of the own rank's sum, which is now rounded as if it were sent.
+        ASIDE: the sum is kept in shared memory.
+        JOIN: the kept sum is added behind this row.
+
+    Partial sums are added in the order of their ranks, but the own one is made first. That is right where at most one
+    lower rank has rows, since a + b = b + a. Otherwise the own sum waits ASIDE, and JOINs behind that of the highest
+    lower rank."""
 
     ROW = 1
     LOST = 2
@@ -67,12 +75,13 @@ class Header:
     """What is said of a stage.
 
     Attributes:
-        home: where the row goes, or its token's sum; of one that came home its token; of a span its first flag.
+        target: the address where the row, or its token's sum, goes; with OUT the token's number; at the end of a span
+            the address of its first flag.
         weight: of the row.
-        marks: of `Mark`, and the row's vectors, or how many flags the span has, from NUMBER_SHIFT on.
+        marks: of `Mark`; from NUMBER_SHIFT on the row's vectors, or at the end of a span how many flags it has.
     """
 
-    home: Int64
+    target: Int64
     weight: Float32
     marks: Int32
 
@@ -181,7 +190,7 @@ class Ring:
         full = self._barrier(self.full, stage)
         if ctx.lane == 0:
             rHeader = cute.make_rmem_tensor(WORDS, Uint32)
-            rHeader[0], rHeader[1] = Uint32(header.home), Uint32(header.home >> 32)
+            rHeader[0], rHeader[1] = Uint32(header.target), Uint32(header.target >> 32)
             rHeader[2], rHeader[3] = header.weight.bitcast(Uint32), Uint32(header.marks)
             move(plain, [rHeader], [shared_array(self.headers, Uint32)[stage, None]])
             cute.arch.mbarrier_arrive_and_expect_tx(full, nbytes)
@@ -210,5 +219,5 @@ class Ring:
 
 def header_of(rHeader: cute.Tensor) -> Header:
     """What `Ring.take` has read."""
-    home = (Int64(rHeader[1]) << 32) | Int64(rHeader[0])
-    return Header(home, rHeader[2].bitcast(Float32), Int32(rHeader[3]))
+    target = (Int64(rHeader[1]) << 32) | Int64(rHeader[0])
+    return Header(target, rHeader[2].bitcast(Float32), Int32(rHeader[3]))

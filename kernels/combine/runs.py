@@ -22,7 +22,7 @@ from cute_ep.kernels.device.context import CombineContext, given_id
 from cute_ep.kernels.device.memory import row_address
 from cute_ep.kernels.device.slices import from_lane, highest, lowest, without_lowest
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
-from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, chunk_of
+from cute_ep.layouts.maps.arena import chunk_of
 from cute_ep.layouts.maps.routing import NO_ROW, Phase
 
 NO_RUN = -1
@@ -160,8 +160,8 @@ class Runs:
                 row, weight = from_lane(entries.row, entries.first + k), from_lane(entries.weight, entries.first + k)
                 address = row_address(home, k, ctx.arena.returns.stride[2])
                 if row >= 0:
-                    address = row_address(ctx.rows.data, row, self._row_bytes(ctx))
-                nbytes = cutlass.select_(row >= ctx.rows.capacity, Int32(0), self._row_bytes(ctx))
+                    address = row_address(ctx.rows.data, row, ctx.row_bytes)
+                nbytes = cutlass.select_(row >= ctx.rows.capacity, Int32(0), ctx.row_bytes)
                 marks = marks | int(Mark.ROW)
             more = left != Uint32(0)
             marks = marks | cutlass.select_(more, Int32(0), Int32(int(Mark.LAST)))
@@ -183,8 +183,8 @@ class Runs:
             header = Header(
                 Int64(0), from_lane(entries.weight, lane), (row_vectors(ctx) << NUMBER_SHIFT) | int(Mark.ROW) | last
             )
-            address = row_address(ctx.rows.data, from_lane(entries.row, lane), self._row_bytes(ctx))
-            state = self.ring.put(ctx, stages, state, header, address, self._row_bytes(ctx))
+            address = row_address(ctx.rows.data, from_lane(entries.row, lane), ctx.row_bytes)
+            state = self.ring.put(ctx, stages, state, header, address, ctx.row_bytes)
         return state
 
     @cute.jit
@@ -201,7 +201,7 @@ class Runs:
             if left != Uint32(0):
                 owner = lowest(left)
                 left = without_lowest(left)
-                address, nbytes = row_address(home, owner, ctx.arena.returns.stride[2]), self._row_bytes(ctx)
+                address, nbytes = row_address(home, owner, ctx.arena.returns.stride[2]), ctx.row_bytes
                 joins = (entries.own() != Uint32(0)) & self._goes_aside(ctx, entries) & (owner == highest(below))
                 marks = marks | int(Mark.ROW) | cutlass.select_(joins, Int32(int(Mark.JOIN)), Int32(0))
             more = left != Uint32(0)
@@ -226,7 +226,3 @@ class Runs:
     def _home(self, ctx: CombineContext, token: Int32) -> Int64:
         """Address of slot 0 of an own token."""
         return ctx.here(ctx.arena.returns, shared_array(self.params.epoch, Int64)[0] & 1, token)
-
-    def _row_bytes(self, ctx: CombineContext) -> Int32:
-        """From row to row."""
-        return Int32(ctx.group.hidden * COMBINE_ITEMSIZE)

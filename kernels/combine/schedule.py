@@ -58,6 +58,23 @@ class Span:
     last: Int32
 
 
+@dataclass(frozen=True)
+class FirstItem:
+    """What a warp begins with, or a CTA.
+
+    Attributes:
+        is_span: whether items are spans of CTAs, or slices of warps.
+        source, number: whose rows it is of, and which of that source's spans or slices it is.
+        tokens, slices_log2: of the source, and of its rows.
+    """
+
+    is_span: Boolean
+    source: Int32
+    number: Int32
+    tokens: Int32
+    slices_log2: Int32
+
+
 class CombineSchedule:
     """The items of one launch, and the headers that tell how many there are. Slices are those of returned rows."""
 
@@ -73,13 +90,8 @@ class CombineSchedule:
         self.asked = shared.add("return_asked", 4, 2)
 
     @cute.jit
-    def open(self, ctx: CombineContext) -> tuple[Boolean, Int32, Int32, Int32, Int32]:
-        """Read the headers. A CTA barrier must follow before any other method but `split`.
-
-        Returns:
-            Whether items are spans; of the warp's first item, or the CTA's, the source and the number in it; the
-            source's tokens, and the log2 of the slices of its rows.
-        """
+    def open(self, ctx: CombineContext) -> FirstItem:
+        """Read the headers. A CTA barrier must follow before any other method but `split`."""
         sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
         rHeader = cute.make_rmem_tensor(len(HeaderWord), Uint32)
         rHeader.fill(0)
@@ -105,14 +117,14 @@ class CombineSchedule:
             sFlagged[0] = flagged
         self.tickets.open(ctx.tid)
         source, number = self.split(ctx, _first(ctx, items, spans))
-        return spans, source, number, from_lane(tokens, source), from_lane(log2, source)
+        return FirstItem(spans, source, number, from_lane(tokens, source), from_lane(log2, source))
 
     def count(self) -> Int32:
         """Number of items of the launch."""
         return shared_array(self.items, Int32)[0]
 
-    def are_spans(self) -> Boolean:
-        """Whether rows of some source are not Lamport rows: then items are spans."""
+    def any_flagged(self) -> Boolean:
+        """Whether rows of some source are not Lamport rows. Then items are spans; those of pipelines always are."""
         return shared_array(self.flagged, Uint32)[0] != Uint32(0)
 
     def are_lamport(self, source: Int32) -> Boolean:
@@ -125,7 +137,7 @@ class CombineSchedule:
 
     def are_staggered(self, ctx: CombineContext) -> Boolean:
         """Whether warps of a sending CTA do not end together."""
-        return ~self.are_spans() & self.are_many(ctx)
+        return ~self.any_flagged() & self.are_many(ctx)
 
     def first(self, ctx: CombineContext, spans: bool) -> Int32:
         """A warp's first item; the number of a CTA's first span."""
@@ -133,9 +145,9 @@ class CombineSchedule:
 
     def split(self, ctx: CombineContext, item: Int32) -> tuple[Int32, Int32]:
         """(source, number of its slice or span) of an item."""
-        turn, run = self.by_sources(ctx).split(item)
-        source = ctx.rank + 1 + turn
-        return source - cutlass.select_(source >= ctx.ranks, ctx.ranks, Int32(0)), run
+        start, number = self.by_sources(ctx).split(item)
+        source = ctx.rank + 1 + start
+        return source - cutlass.select_(source >= ctx.ranks, ctx.ranks, Int32(0)), number
 
     def due(self, ctx: CombineContext, slices: Int32) -> Int32:
         """How many of them are sent to the source that is this lane."""
@@ -150,7 +162,7 @@ class CombineSchedule:
         return slice_of(index, self._slices_log2(source), row_vectors(ctx))
 
     def span(self, ctx: CombineContext, item: Int32) -> Span:
-        """The span of a number, without tokens from the last one on."""
+        """The span of an item; it has no tokens from item `count()` on."""
         source, number = self.split(ctx, item)
         log2, vectors = self._slices_log2(source), row_vectors(ctx)
         return span_of(source, number, self.tokens(source), log2, vectors, self.in_span(ctx))
@@ -190,7 +202,7 @@ class CombineSchedule:
         """What `next` will need, in lane 0: it comes while the warp carries a slice."""
         number = Int32(0)
         if self._are_most(ctx) & (ctx.lane == 0):
-            number = self.take(ctx, _turn(ctx), remainder(ctx.warp, COUNTERS))
+            number = self.take(ctx, _start(ctx), remainder(ctx.warp, COUNTERS))
         return number
 
     @cute.jit
@@ -205,15 +217,15 @@ class CombineSchedule:
         return item
 
     @cute.jit
-    def ask_span(self, ctx: CombineContext, turn: Int32) -> None:
-        """What `next_span` will need, by thread 0; turn: 0 and 1 alternately. A CTA barrier must follow."""
+    def ask_span(self, ctx: CombineContext, stage: Int32) -> None:
+        """What `next_span` will need, by thread 0; stage: 0 and 1 alternately. A CTA barrier must follow."""
         sAsked = shared_array(self.asked, Int32)
         if ctx.tid == 0:
-            sAsked[turn] = self.take(ctx, _turn(ctx), Int32(0))
+            sAsked[stage] = self.take(ctx, _start(ctx), Int32(0))
 
-    def next_span(self, ctx: CombineContext, turn: Int32) -> Int32:
+    def next_span(self, ctx: CombineContext, stage: Int32) -> Int32:
         """Number of a CTA's next span."""
-        return _item_of(ctx, ctx.grid.send_ctas, shared_array(self.asked, Int32)[turn])
+        return _item_of(ctx, ctx.grid.send_ctas, shared_array(self.asked, Int32)[stage])
 
     @cute.jit
     def clear_counters(self, ctx: CombineContext, cta: Int32) -> None:
@@ -225,21 +237,22 @@ class CombineSchedule:
         """Whether there are so many Lamport slices that CTAs take them from each other."""
         return self.count() > FEW_ROUNDS * item_stride(ctx.grid.send_ctas, ctx.warps)
 
-    def take(self, ctx: CombineContext, turn: Int32, counter: Int32) -> Int32:
-        """The next number from one of the counters that CTAs, or pipelines, of a turn share."""
+    def take(self, ctx: CombineContext, start: Int32, counter: Int32) -> Int32:
+        """The next number from one of the counters that CTAs, or pipelines, which begin with the same source share.
+        start: which that is, counted from the one behind the own rank."""
         sEpoch = shared_array(self.epoch, Int64)
-        return take_ticket(ctx.here(ctx.arena.combine_tickets, sEpoch[0] & 1, turn, counter))
+        return take_ticket(ctx.here(ctx.arena.combine_tickets, sEpoch[0] & 1, start, counter))
 
 
-def _turn(ctx: CombineContext) -> Int32:
-    """The turn of a CTA: which source it begins with."""
-    turn, _ = ctx.by_ranks.split(ctx.cta)
-    return turn
+def _start(ctx: CombineContext) -> Int32:
+    """Which source a CTA begins with, counted from the one behind the own rank."""
+    start, _ = ctx.by_ranks.split(ctx.cta)
+    return start
 
 
 def _item_of(ctx: CombineContext, static: Int32, ticket: Int32) -> Int32:
     """The item of a CTA's ticket: of its source, where ranks divide `static`."""
-    return item_of(static, ticket, cutlass.min(ctx.ranks, ctx.grid.send_ctas), _turn(ctx))
+    return item_of(static, ticket, cutlass.min(ctx.ranks, ctx.grid.send_ctas), _start(ctx))
 
 
 def _first(ctx: CombineContext, items: Int32, spans: Boolean) -> Int32:
@@ -248,12 +261,12 @@ def _first(ctx: CombineContext, items: Int32, spans: Boolean) -> Int32:
     return static_first(items, ctx.cta, ctx.grid.send_ctas, warp, warps=warps)
 
 
-def span_of(source: Int32, number: Int32, tokens: Int32, log2: Int32, vectors: Int32, warps: Int32) -> Span:
-    """A span of `warps` slices, a power of two, of a source of so many tokens, whose rows of so many vectors have
-    2^log2 slices: several tokens, one, or a part of one."""
-    index = number * warps
-    whole = slice_of(index, log2, vectors, cutlass.min(Int32(1) << log2, warps))
-    count = cutlass.min(cutlass.max(warps >> log2, Int32(1)), tokens - whole.token)
+def span_of(source: Int32, number: Int32, tokens: Int32, log2: Int32, vectors: Int32, slices: Int32) -> Span:
+    """Span `number` of `slices` slices, a power of two, of a source of so many tokens, whose rows of so many vectors
+    have 2^log2 slices: several tokens, one, or a part of one."""
+    index = number * slices
+    whole = slice_of(index, log2, vectors, cutlass.min(Int32(1) << log2, slices))
+    count = cutlass.min(cutlass.max(slices >> log2, Int32(1)), tokens - whole.token)
     none = (count < 0) | (whole.first >= whole.last)
     return Span(source, index, whole.token, cutlass.select_(none, Int32(0), count), whole.first, whole.last)
 

@@ -3,7 +3,7 @@
 Each warp carries slices of returned rows; where rows are not Lamport rows, the warps of a CTA carry a span (`schedule`
 says which come when), whose steps, `segments` segments of a token, they take in turn:
 
-    steps of a span       (warp, turn)         (warps, ...) : (1, warps)  token first, then segments
+    steps of a span       (step, token)        (P, T) : (1, P)     P steps of a token; step n goes to warp n % warps
 
 Before a span is carried, the entries of the next one are on their way (cp.async), and so is the ticket for the one
 after that. One CTA barrier ends a span. It says that the span is stored, so flags of its chunks may be signaled; that
@@ -28,7 +28,7 @@ from cute_ep.kernels.device.context import CombineContext
 from cute_ep.kernels.device.memory import WORDS, part_at, row_address, row_at, share
 from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, slice_of, without_lowest
 from cute_ep.kernels.device.sync import signal
-from cute_ep.layouts.maps.arena import CHUNK, COMBINE_ITEMSIZE, chunk_of
+from cute_ep.layouts.maps.arena import CHUNK, chunk_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import NO_ROW
@@ -49,23 +49,23 @@ class CombineSend:
     def prepare(self, ctx: CombineContext) -> tuple[Int32, Float32]:
         """Begin with what comes first: the entries of the CTA's span, on their way, or of the warp's slice: its row
         and weight, for `run`. A CTA barrier must follow before `run`."""
-        spans, source, number, tokens, log2 = self.schedule.open(ctx)
+        item = self.schedule.open(ctx)
         row, weight = Int32(NO_ROW), Float32(0.0)
-        if spans:
-            span = span_of(source, number, tokens, log2, row_vectors(ctx), ctx.warps)
+        if item.is_span:
+            span = span_of(item.source, item.number, item.tokens, item.slices_log2, row_vectors(ctx), ctx.warps)
             self.entries.fetch(ctx, span, Int32(0))
             cute.arch.cp_async_commit_group()
         else:
-            row_slice = slice_of(number, log2, row_vectors(ctx))
-            due = (row_slice.token < tokens) & (row_slice.first < row_slice.last)
-            row, weight = load_entry(ctx, source, row_slice.token, due, self.partial)
+            row_slice = slice_of(item.number, item.slices_log2, row_vectors(ctx))
+            due = (row_slice.token < item.tokens) & (row_slice.first < row_slice.last)
+            row, weight = load_entry(ctx, item.source, row_slice.token, due, self.partial)
         return row, weight
 
     @cute.jit
     def run(self, ctx: CombineContext, row: Int32, weight: Float32) -> None:
         """By the warps of sending CTAs, after `prepare`, which returned row and weight, and the wait for
         `combine_consumed`."""
-        if self.schedule.are_spans():
+        if self.schedule.any_flagged():
             self._carry_spans(ctx)
         else:
             self._carry_slices(ctx, row, weight)
@@ -105,25 +105,25 @@ class CombineSend:
     def _carry_spans(self, ctx: CombineContext) -> None:
         """Where some rows are not Lamport rows. No wait but the CTA barrier, which all its warps reach: each has the
         same spans."""
-        item, turn = self.schedule.first(ctx, True), Int32(0)
-        self.schedule.ask_span(ctx, turn)
+        item, stage = self.schedule.first(ctx, True), Int32(0)
+        self.schedule.ask_span(ctx, stage)
         span = self.schedule.span(ctx, item)
-        self.entries.put_facts(ctx, span, self.schedule.are_lamport(span.source), turn)
+        self.entries.put_facts(ctx, span, self.schedule.are_lamport(span.source), stage)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()  # the first span's entries are there, and the ticket
         while item < self.schedule.count():
-            span = self.schedule.span(ctx, self.schedule.next_span(ctx, turn))
-            self.entries.fetch(ctx, span, turn ^ 1)
+            span = self.schedule.span(ctx, self.schedule.next_span(ctx, stage))
+            self.entries.fetch(ctx, span, stage ^ 1)
             cute.arch.cp_async_commit_group()
-            self.entries.put_facts(ctx, span, self.schedule.are_lamport(span.source), turn ^ 1)
-            self.schedule.ask_span(ctx, turn ^ 1)
-            self._carry_span(ctx, turn)
-            following = self.schedule.next_span(ctx, opaque(turn))  # read again, not kept: registers are short above
+            self.entries.put_facts(ctx, span, self.schedule.are_lamport(span.source), stage ^ 1)
+            self.schedule.ask_span(ctx, stage ^ 1)
+            self._carry_span(ctx, stage)
+            following = self.schedule.next_span(ctx, opaque(stage))  # read again, not kept: registers are short above
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             if ctx.warp == 0:
                 self._signal_span(ctx, opaque(item))
-            item, turn = following, turn ^ 1
+            item, stage = following, stage ^ 1
 
     @cute.jit
     def _carry_span(self, ctx: CombineContext, stage: Int32) -> None:
@@ -133,7 +133,7 @@ class CombineSend:
         while carries:
             # `opaque`: or what all steps share would be kept, and registers are short
             step = self.entries.step(number, opaque(stage))
-            carries = step.there
+            carries = step.exists
             if carries:
                 entries = self.entries.staged(ctx, step.token, stage)
                 if entries.wanted != Uint32(0):
@@ -167,10 +167,10 @@ class CombineSend:
             signal(ctx.there(source, ctx.arena.return_ready, ctx.rank, index), sEpoch[0])
 
     @cute.jit
-    def _push(self, ctx: CombineContext, home: Int64, span: tuple[Int32, Int32], entries: Entries) -> Boolean:
-        """The segments first .. last - 1 of a slice, where `span` is (first, last). Returns whether this lane stored a
-        SENTINEL word."""
-        segment, last = span
+    def _push(self, ctx: CombineContext, home: Int64, segments: tuple[Int32, Int32], entries: Entries) -> Boolean:
+        """Segments of a slice, from the first of `segments` up to the second, which is beyond it. Returns whether this
+        lane stored a SENTINEL word."""
+        segment, last = segments
         collided = Boolean(False)
         end = row_vectors(ctx)
         while segment < last:
@@ -216,7 +216,7 @@ class CombineSend:
                     k = lowest(wanted)
                     wanted = without_lowest(wanted)
                     found = from_lane(entries.row, k)
-                    address = opaque(row_address(data, found, Int32(ctx.group.hidden * COMBINE_ITEMSIZE)))
+                    address = opaque(row_address(data, found, ctx.row_bytes))
                     there, lost = left, None
                     if cutlass.const_expr(self.partial):
                         rWeight[turn] = from_lane(entries.weight, k)

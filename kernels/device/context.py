@@ -24,7 +24,7 @@ from cute_ep.kernels.device.sync import (
     wait_signal,
 )
 from cute_ep.kernels.device.twins import twin, twins_log2
-from cute_ep.layouts.maps.arena import ArenaRegions, StateWord, regions_of
+from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, ArenaRegions, StateWord, regions_of
 from cute_ep.layouts.maps.arguments import (
     Batch,
     CombineArgs,
@@ -193,10 +193,11 @@ class Context:
         self, flags: Region, epoch: Int64, phase: cutlass.Constexpr, sent: Int64 | None, word: StateWord
     ) -> Boolean:
         """CTA barrier: wait until each peer's word of the own `flags` holds at least `epoch`, two rounds before the one
-        that this launch sends. The peer table may be read after it.
+        that this launch sends. The peer table may be read after it. Returns False, in every thread, after a timeout
+        here or anywhere else on this rank, now or in an earlier launch.
 
-        False, in every thread, after a timeout here or anywhere else on this rank, now or in an earlier launch; and of
-        a fused launch, for which `sent` rounds of epoch word `word` were sent before, if this round is one of them.
+        sent: of a fused launch, how many rounds its rank had sent before (epoch word `word`): all before this one, or
+        the result is False, and the host is told.
         """
         alive = Boolean(True)
         tid, sPeers = self.tid, self.sPeers
@@ -273,6 +274,11 @@ class CombineContext(Context):
         """Warps of a CTA, which the host chooses. An instruction takes a parameter as an operand, and must wait for the
         block's dimensions."""
         return self.grid.warps
+
+    @property
+    def row_bytes(self) -> Int32:
+        """Bytes of an expert row, and of one that comes home."""
+        return Int32(self.group.hidden * COMBINE_ITEMSIZE)
 
     @property
     def gets_lamport(self) -> Boolean:

@@ -149,32 +149,33 @@ def static_stride(items: Int32, ctas: Int32) -> Int32:
     return item_stride(_working_ctas(items, ctas))
 
 
-def is_same_turn(stride: Int32, by_ranks: Divisor) -> Boolean:
+def has_same_source(stride: Int32, by_ranks: Divisor) -> Boolean:
     """Whether a warp whose items are `stride` apart would have the same source in all of them."""
-    turn, _ = by_ranks.split(stride)
-    return turn == 0
+    ahead, _ = by_ranks.split(stride)
+    return ahead == 0
 
 
 def turned_source(item: Int32, turned: Int32, by_ranks: Divisor) -> tuple[Int32, Int32]:
-    """(turn, index) of an item. The items of an index are one for each source, and `turned`, which is below the number
-    of ranks, moves them on to other sources. It must be the same for all items of an index: otherwise one source has
-    the index twice, and another one not at all. Where `is_same_turn`, a warp may pass how many items it has had, modulo
-    the ranks, because then warps have all items of an index at the same count. Elsewhere it passes 0."""
-    turn, index = by_ranks.split(item)
-    turn += turned
-    return turn - cutlass.select_(turn >= by_ranks.extent, by_ranks.extent, Int32(0)), index
+    """(ahead, index) of an item, whose source is `ahead` ranks after the own one. The items of an index are one for
+    each source, and `turned`, which is below the number of ranks, moves them on to other sources. It must be the same
+    for all items of an index: otherwise one source has the index twice, and another one not at all. Where a warp
+    `has_same_source`, it may pass how many items it has had, modulo the ranks, because then warps have all items of an
+    index at the same count. Elsewhere it passes 0."""
+    ahead, index = by_ranks.split(item)
+    ahead += turned
+    return ahead - cutlass.select_(ahead >= by_ranks.extent, by_ranks.extent, Int32(0)), index
 
 
 def _working_ctas(items: Int32, ctas: Int32, warps: Int32 | int = WARPS) -> Int32:
     return ctas - Int32(items <= (ctas - 1) * warps)
 
 
-def item_of(static: Int32, ticket: Int32, turns: Int32 | int = 1, turn: Int32 | int = 0) -> Int32:
+def item_of(static: Int32, ticket: Int32, counters: Int32 | int = 1, counter: Int32 | int = 0) -> Int32:
     """The item, or chunk, of a ticket that a CTA or warp has drawn (`sync.take_ticket`): the first `static` ones are
-    scheduled statically, and of the others each of `turns` counters has every turns-th, from the one of its `turn` on.
+    scheduled statically, and of the others each of `counters` counters has every counters-th, from number `counter` on.
     CTAs with the same work are not equally fast, since they share their SM or not: this gives each what it can
     carry."""
-    return static + ticket * turns + turn
+    return static + ticket * counters + counter
 
 
 PARTS = 4

@@ -1,5 +1,5 @@
-"""The vocabulary of synchronisation: every signal, wait and kernel exit in this package is one of these (the
-last two are `atoms`, with waits in `lamport`), but what warps of a CTA have among them in pipelines of combine
+"""The vocabulary of synchronisation: every signal, wait and kernel exit in this package is one of these. The last two
+are in `atoms`, their waits in `lamport`. Only pipelines of combine have more, between warps of a CTA
 (`kernels/combine/ring.py`, `consume.py`).
 
 Flags are 64-bit epochs that only grow, stored by exactly one rank and never reset, so a wait is `flag >= epoch`. LL

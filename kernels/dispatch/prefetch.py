@@ -4,7 +4,7 @@ A tile is what a warp encodes at a time: up to TILE_VECTORS vectors of 16 bytes,
 one, of this slice or of the warp's next, is copied asynchronously, which takes no registers. Loads are coalesced; the
 vectors of a unit are neighbours, and `swizzled` spreads them over the banks.
 
-Without it 64 CTAs took 66 us for 4096 rows of 7168 as NVFP4, and 57 with it, now for their instructions (H200,
+With it 64 CTAs take 57 us for 4096 rows of 7168 as NVFP4, which their instructions need, without it 66 (H200,
 2026-11-22).
 """
 
@@ -84,15 +84,21 @@ class Prefetch:
 
     @cute.jit
     def read(
-        self, ctx: DispatchContext, token: Int32, base: Int32, turn: cutlass.Constexpr, stage: Int32, rX: cute.Tensor
+        self,
+        ctx: DispatchContext,
+        token: Int32,
+        base: Int32,
+        number: cutlass.Constexpr[int],
+        stage: Int32,
+        rX: cute.Tensor,
     ) -> None:
-        """The lane's unit of segment base + turn, from the tile that begins with `base`."""
+        """The lane's unit `number` of the tile that begins with segment `base`."""
         lane = opaque(ctx.lane)
         if cutlass.const_expr(self.ahead):
-            first = (turn * SEGMENT + lane) * self.vectors
+            first = (number * SEGMENT + lane) * self.vectors
             move(plain, swizzled_vectors(self._tile(ctx, stage), first, self.vectors, 1), rX)
         else:
-            self.load(ctx, token, (base + turn) * SEGMENT + lane, rX)
+            self.load(ctx, token, (base + number) * SEGMENT + lane, rX)
 
     def load(self, ctx: DispatchContext, token: Int32, unit: Int32, rX: cute.Tensor) -> None:
         """One unit of a row, from where it is; zeros beyond the end of the row."""

@@ -30,8 +30,8 @@ from cute_ep.kernels.device.slices import (
     drawn_items,
     first_item,
     from_lane,
+    has_same_source,
     highest,
-    is_same_turn,
     item_of,
     item_stride,
     part_of,
@@ -93,12 +93,12 @@ class DispatchRecv:
             if self._joining(ctx) > 0:
                 asked = self._ask(ctx)  # its latency passes while this item is taken
                 item, part = split_item(item, sItems[0], self._split(ctx))
-            turn, index = turned_source(item, turned, ctx.by_ranks)
+            ahead, index = turned_source(item, turned, ctx.by_ranks)
             if cutlass.const_expr(self.direct):  # a warp with tokens of the own rank only would be done early
-                same = is_same_turn(static_stride(sItems[0], receivers), ctx.by_ranks)
+                same = has_same_source(static_stride(sItems[0], receivers), ctx.by_ranks)
                 if same & (self._joining(ctx) == 0):
                     turned = cutlass.select_(turned + 1 >= ctx.ranks, Int32(0), turned + 1)
-            source = ctx.rank + turn
+            source = ctx.rank + ahead
             if source >= ctx.ranks:
                 source -= ctx.ranks
             log2 = message_slices_log2(sHeader[source, int(HeaderWord.MESSAGES)])

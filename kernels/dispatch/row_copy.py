@@ -47,7 +47,8 @@ class Targets:
 class RowCopy:
     """Waits for a slice and copies it. Knows sizes of rows, not formats.
 
-    direct: whether tokens of the own rank are where the caller has them (`given_rows`), and nothing is awaited.
+    direct: whether tokens of the own rank are read from the caller's memory (`given_rows`); no message of them is sent,
+    or awaited.
     """
 
     def __init__(self, tables: Tables, direct: bool) -> None:

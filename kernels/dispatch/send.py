@@ -78,7 +78,7 @@ class DispatchSend:
             items = cutlass.select_(ctx.ranks == 1, Int32(0), items)
         first = static_first(items, ctx.cta, ctx.grid.send_ctas, ctx.warp, chunks)
         sTickets = shared_array(self.tickets, Int32)
-        stage, turn = Int32(0), Int32(0)
+        stage, place = Int32(0), Int32(0)
         self._fetch_first(ctx, first, units, stage)
         item, following = first, first + static_stride(items, ctx.grid.send_ctas)
         while item < items:
@@ -91,16 +91,17 @@ class DispatchSend:
                 if cutlass.const_expr(self.codec.fmt.row_scale):
                     scale = self.codec.row_scale(self._row_maximum(ctx, row_slice.token, units, lane))
                 regions = ctx.arena.lamport_messages, ctx.arena.messages
-                message = region_of(is_lamport(ctx.input.tokens), *regions).at(ctx.epoch & 1, ctx.rank, row_slice.token)
-                collided, stage = self._push(ctx, message, row_slice, units, given, scale, stage, following)
+                region = region_of(is_lamport(ctx.input.tokens), *regions)
+                message_offset = region.at(ctx.epoch & 1, ctx.rank, row_slice.token)
+                collided, stage = self._push(ctx, message_offset, row_slice, units, given, scale, stage, following)
                 mask = self._destinations(ctx, row_slice.token, given)
                 if cutlass.const_expr(self.codec.fmt.row_scale):
                     if row_slice.first == 0:
                         # the upper half of a float32 that is a bfloat16 value is that bfloat16
-                        self._push_row_scale(ctx, message, mask, scale.bitcast(Uint32) >> 16)
+                        self._push_row_scale(ctx, message_offset, mask, scale.bitcast(Uint32) >> 16)
                 if cutlass.const_expr(self.codec.fmt.scale is None):
                     if ctx.input.scales != Int64(0):
-                        collided = collided | self._push_given_scales(ctx, message, row_slice, mask)
+                        collided = collided | self._push_given_scales(ctx, message_offset, row_slice, mask)
                 if is_lamport(ctx.input.tokens):
                     flagged = cute.arch.vote_any_sync(collided)
                     cute.arch.sync_warp()
@@ -110,15 +111,15 @@ class DispatchSend:
                 self._fetch_first(ctx, following, units, stage)
             if not is_lamport(ctx.input.tokens):
                 if ctx.tid == 0:
-                    sTickets[turn] = number
+                    sTickets[place] = number
                 sync_twin()  # all of the chunk is stored
                 if (ctx.warp == 0) & (lane < ctx.ranks) & self._is_destination(ctx, lane):
                     signal(ctx.there(lane, ctx.arena.message_ready, ctx.rank, chunk_of(item)), ctx.epoch)
             item = following
             following += static_stride(items, ctx.grid.send_ctas)
             if chunks:
-                following = item_of(2 * ctx.grid.send_ctas, sTickets[turn]) * CHUNK + ctx.warp
-                turn = turn ^ 1
+                following = item_of(2 * ctx.grid.send_ctas, sTickets[place]) * CHUNK + ctx.warp
+                place = place ^ 1
 
     @cute.jit
     def _fetch_first(self, ctx: DispatchContext, item: Int32, units: Int32, stage: Int32) -> None:
@@ -178,7 +179,7 @@ class DispatchSend:
     def _push(
         self,
         ctx: DispatchContext,
-        message: Int64,
+        message_offset: Int64,
         row_slice: RowSlice,
         units: Int32,
         given: Int32,
@@ -186,8 +187,9 @@ class DispatchSend:
         stage: Int32,
         following: Int32,
     ) -> tuple[Boolean, Int32]:
-        """Payload and scales of an item's slice, whose first tile is in `stage`; returns whether this lane stored a
-        SENTINEL word, and the stage of the next item's first tile."""
+        """Payload and scales of an item's slice, whose first tile is in `stage`. Returns whether this lane stored a
+        SENTINEL word, and the stage of the next item's first tile. message_offset: of the item's message in all
+        arenas; `ctx.at_peer` makes it an address."""
         collided = Boolean(False)
         state = self.codec.state(scale)
         rX = cute.make_rmem_tensor((WORDS, self.prefetch.vectors), Uint32)
@@ -200,21 +202,22 @@ class DispatchSend:
                 else:
                     self._fetch_first(ctx, following, units, stage ^ 1)
                 self.prefetch.wait()
-                for turn in cutlass.range_constexpr(self.prefetch.units):
-                    if base + turn < end:
-                        self.prefetch.read(ctx, row_slice.token, base, turn, stage, rX)
-                        collided = collided | self._encode(ctx, base + turn - start, rX, rQ, turn, state)
+                for number in cutlass.range_constexpr(self.prefetch.units):
+                    if base + number < end:
+                        self.prefetch.read(ctx, row_slice.token, base, number, stage, rX)
+                        collided = collided | self._encode(ctx, base + number - start, rX, rQ, number, state)
                 stage = stage ^ 1
                 # `opaque`: what follows from the id must not be computed, and waited for, before the loads
                 mask = self._destinations(ctx, row_slice.token, opaque(given))
-                self._send_vectors(ctx, message, rQ, base, self._vectors(ctx, base, end, units), mask)
+                self._send_vectors(ctx, message_offset, rQ, base, self._store_end(ctx, base, end, units), mask)
             if cutlass.const_expr(self.scale_words > 0):
                 mask = self._destinations(ctx, row_slice.token, given)
-                collided = collided | self._push_scales(ctx, message, start, end, mask)
+                collided = collided | self._push_scales(ctx, message_offset, start, end, mask)
         return collided, stage
 
-    def _vectors(self, ctx: DispatchContext, base: Int32, end: Int32, units: Int32) -> Int32:
-        """Vectors of a row before its segment `end`, as far as what is encoded from segment `base` on goes."""
+    def _store_end(self, ctx: DispatchContext, base: Int32, end: Int32, units: Int32) -> Int32:
+        """The vector of a message at which a store of what was encoded from segment `base` on ends, before that of
+        segment `end`."""
         if self.payload.whole:
             return cutlass.min(end * SEGMENT, units)
         return cutlass.min((base + 1) * self.payload.vectors, vectors_of(ctx.wire.payload_bytes))
@@ -226,14 +229,14 @@ class DispatchSend:
         place: Int32,
         rX: cute.Tensor,
         rQ: cute.Tensor,
-        turn: cutlass.Constexpr,
+        number: cutlass.Constexpr[int],
         state: State,
     ) -> Boolean:
-        """Encode one unit; returns whether it has a SENTINEL word. Its scale word waits in shared memory until it fills
-        packets with others: a small packet costs a link as much as a large one."""
+        """Encode unit `number` of the lane's tile; returns whether it has a SENTINEL word. Its scale word waits in
+        shared memory until it fills packets with others: a small packet costs a link as much as a large one."""
         collided = Boolean(False)
         if cutlass.const_expr(self.payload.whole):
-            bits = self.codec.encode(rX, rQ[None, turn], state)
+            bits = self.codec.encode(rX, rQ[None, number], state)
         else:
             rUnit = cute.make_rmem_tensor(self.payload.words, Uint32)
             bits = self.codec.encode(rX, rUnit, state)
@@ -246,27 +249,29 @@ class DispatchSend:
             if remainder(lane, lanes) == 0:
                 sStaged[warp, place * self.scale_words + quotient(lane, lanes)] = word
         for part in cutlass.range_constexpr(self.payload.turns):
-            collided = collided | has_sentinel(rQ[None, turn + part])
+            collided = collided | has_sentinel(rQ[None, number + part])
         return collided
 
     @cute.jit
     def _send_vectors(
-        self, ctx: DispatchContext, message: Int64, rQ: cute.Tensor, base: Int32, vectors: Int32, mask: Uint32
+        self, ctx: DispatchContext, message_offset: Int64, rQ: cute.Tensor, base: Int32, vectors: Int32, mask: Uint32
     ) -> None:
         """The lane's vectors from segment `base` on, of the message's first `vectors`, to each destination. Warps and
-        ranks start with different ones, or all would use the same link at once: 4096 BF16 tokens then take 471 us, so
-        468 (4 x H200)."""
+        ranks start with different ones, or all would use the same link at once: 4096 BF16 tokens take 468 us so, else
+        471 (4 x H200)."""
         peer, _ = ctx.by_ranks.split(ctx.rank + ctx.cta + ctx.warp)
         for _ in cutlass.range(ctx.ranks, unroll=1):
             peer += 1
             if peer == ctx.ranks:
                 peer = Int32(0)
             if has_bit(mask, peer):
-                gMessage = row_at(ctx.at_peer(peer, message), vectors)
+                gMessage = row_at(ctx.at_peer(peer, message_offset), vectors)
                 move(send, rQ, share(gMessage, base * self.payload.vectors + ctx.lane, cute.size(rQ, mode=[1])))
 
     @cute.jit
-    def _push_scales(self, ctx: DispatchContext, message: Int64, start: Int32, end: Int32, mask: Uint32) -> Boolean:
+    def _push_scales(
+        self, ctx: DispatchContext, message_offset: Int64, start: Int32, end: Int32, mask: Uint32
+    ) -> Boolean:
         """Store the staged scale words of segments start .. end - 1, four a lane."""
         lane, warp = ctx.lane, ctx.warp
         sStaged = shared_array(self.staged, Uint32)
@@ -279,20 +284,23 @@ class DispatchSend:
             first = quotient(start * self.scale_words, WORDS) + lane
             for peer in cutlass.range(ctx.ranks, unroll=1):
                 if has_bit(mask, peer):
-                    move(send, rWord, share(scale_vectors(ctx.wire, ctx.at_peer(peer, message), words), first, 1))
+                    gScale = scale_vectors(ctx.wire, ctx.at_peer(peer, message_offset), words)
+                    move(send, rWord, share(gScale, first, 1))
         collided = has_sentinel(rWord[None, 0])
         cute.arch.sync_warp()
         return collided
 
     @cute.jit
-    def _push_row_scale(self, ctx: DispatchContext, message: Int64, mask: Uint32, value: Uint32) -> None:
+    def _push_row_scale(self, ctx: DispatchContext, message_offset: Int64, mask: Uint32, value: Uint32) -> None:
         """Store a token's own scale (the lower half of a word) at each destination, lane r for rank r."""
         lane = ctx.lane
         if has_bit(mask, lane):
-            move(send, word_of(value), share(message_row_scale(ctx.wire, ctx.at_peer(lane, message)), 0, 1))
+            move(send, word_of(value), share(message_row_scale(ctx.wire, ctx.at_peer(lane, message_offset)), 0, 1))
 
     @cute.jit
-    def _push_given_scales(self, ctx: DispatchContext, message: Int64, row_slice: RowSlice, mask: Uint32) -> Boolean:
+    def _push_given_scales(
+        self, ctx: DispatchContext, message_offset: Int64, row_slice: RowSlice, mask: Uint32
+    ) -> Boolean:
         """Rows that came quantised: the caller's scale factors, [T, scale bytes], and row scales, [T] bfloat16."""
         collided = Boolean(False)
         lane = ctx.lane
@@ -302,8 +310,8 @@ class DispatchSend:
             collided = collided | (bits == Uint32(SENTINEL))
             for peer in cutlass.range(ctx.ranks, unroll=1):
                 if has_bit(mask, peer):
-                    gScale = message_scales(ctx.wire, ctx.at_peer(peer, message), end)
+                    gScale = message_scales(ctx.wire, ctx.at_peer(peer, message_offset), end)
                     move(send, word_of(bits), share(gScale, word, 1))
         if (ctx.wire.row_scale_bytes != 0) & (row_slice.first == 0):
-            self._push_row_scale(ctx, message, mask, given_row_scale(ctx, row_slice.token))
+            self._push_row_scale(ctx, message_offset, mask, given_row_scale(ctx, row_slice.token))
         return collided

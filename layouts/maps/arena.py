@@ -7,7 +7,7 @@ is the round number (epoch) modulo 2. The third column names who writes a word; 
 | ----------------- | ---------------------------------- | ----------- | ------------------------------------------- |
 | state             | (StateWord)                        | owner       | epochs, exit and other counters, abort      |
 | peers             | (peer)                             | host        | address of each peer's arena, as mapped here|
-| combine_tickets   | (parity, turn, counter, word)      | owner       | tickets drawn for slices, spans, own tokens |
+| combine_tickets   | (parity, start, counter, word)     | owner       | tickets drawn for slices, spans, own tokens |
 | dispatch_consumed | (peer)                             | peer        | last epoch whose messages `peer` has read   |
 | combine_consumed  | (peer)                             | peer        | last epoch whose returns `peer` has read    |
 | message_ready     | (source, flag)                     | source      | last epoch whose slices of messages are here|

@@ -75,8 +75,7 @@ MUTANTS = {
             Edit(
                 "kernels/combine/kernel.py",
                 _AFTER_COMBINE_WAIT,
-                _AFTER_COMBINE_WAIT
-                + "            ctx.acknowledge(ctx.arena.combine_consumed, rounds.received, control)\n",
+                _AFTER_COMBINE_WAIT + "        ctx.acknowledge(ctx.arena.combine_consumed, rounds.received, control)\n",
             ),
         ),
     ),
@@ -251,7 +250,7 @@ MUTANTS = {
     # a pipeline that could add up draws a span, and waits for its run instead of sending it
     "PIPED_HELD_SPAN": Mutant(
         "combines on few SMs",
-        (Edit("kernels/combine/produce.py", "if ~there & (item < spans):", "if drains & (item < spans):"),),
+        (Edit("kernels/combine/produce.py", "if ~arrived & (item < spans):", "if drains & (item < spans):"),),
     ),
     # of a long span only the first chunk is signaled
     "PIPED_ONE_FLAG": Mutant(

@@ -21,7 +21,7 @@ from cute_ep.kernels.device.slices import (
     are_many,
     control_cta,
     first_item,
-    is_same_turn,
+    has_same_source,
     item_of,
     item_stride,
     packed_cta,
@@ -149,7 +149,7 @@ def test_turned_items_are_each_index_of_each_source_once(ranks: int, monkeypatch
 
     def deal(items, ctas, cta, warp):
         stride = Int32(static_stride(items, ctas))
-        same = is_same_turn(stride, Divisor(Int32(ranks), Uint32(magic)))
+        same = has_same_source(stride, Divisor(Int32(ranks), Uint32(magic)))
         return Int32(static_first(items, cta, ctas, warp)), stride, Int32(same)
 
     def source(item, turned):

@@ -49,8 +49,8 @@ def test_spans_have_every_segment_of_every_token_once(warps: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("ctas", [1, 2, 5, 24])
 def test_pipelines_have_every_span_once(ctas: int, ranks: int, adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One each, of which one may have none; then those of tickets, which pipelines with the same turn share.
-    Where they add up, every ranks-th does not begin with spans."""
+    """One each, of which one may have none; then those of tickets, which pipelines share that start with the same
+    source. Where they add up, every ranks-th does not begin with spans."""
     monkeypatch.setattr(cute.arch, "mul_hi", host_mul_hi)
     pipelines, sources = ctas * PIPELINES, ranks - adds
     schedule = PipelineSchedule(Region("", 0, 8, (1,), (1,)), RegionMap(16), True, lambda ctx: Boolean(adds))
@@ -58,28 +58,28 @@ def test_pipelines_have_every_span_once(ctas: int, ranks: int, adds: bool, monke
 
     def places(pipeline):
         sender = schedule.sender(ctx, pipeline, Int32(pipelines))
-        return Int32(sender.begins), sender.number, sender.senders, sender.turn
+        return Int32(sender.begins), sender.number, sender.senders, sender.start
 
-    sends, sender, all_senders, turn = (
+    sends, sender, all_senders, start = (
         one.view(np.int32) for one in run_map(places, np.arange(pipelines, dtype=np.int32), outputs=4)
     )
     assert (sends == [not adds or number % ranks != ranks - 1 for number in range(pipelines)]).all()
-    senders, turns = int(sends.sum()), set(turn[sends != 0].tolist())
+    senders, starts = int(sends.sum()), set(start[sends != 0].tolist())
     assert (all_senders == senders).all()
-    others = np.bincount(turn[sends == 0], minlength=1) if sources else np.zeros(1)
-    assert len(others) <= max(1, len(turns)) and others.max() - others.min() <= 1, "others may draw of each counter"
-    sender, turn = sender[sends != 0], turn[sends != 0]
-    assert (sender == np.arange(senders)).all() and (not sources or (turn == sender % sources).all())
+    others = np.bincount(start[sends == 0], minlength=1) if sources else np.zeros(1)
+    assert len(others) <= max(1, len(starts)) and others.max() - others.min() <= 1, "others may draw of each counter"
+    sender, start = sender[sends != 0], start[sends != 0]
+    assert (sender == np.arange(senders)).all() and (not sources or (start == sender % sources).all())
     for spans in (0, 1, senders - 1, senders, senders + 1, 3 * senders + 2) if senders else ():
 
         def first(number, spans=spans):
             return Int32(static_first(Int32(spans), number, Int32(senders), Int32(0), warps=1))
 
-        def drawn(ticket, turn):
-            return Int32(item_of(Int32(senders), ticket, Int32(min(sources, senders)), turn))
+        def drawn(ticket, start):
+            return Int32(item_of(Int32(senders), ticket, Int32(min(sources, senders)), start))
 
         (own,) = run_map(first, sender)
-        tickets = np.array(list(product(range(spans), sorted(turns))), np.int32)
+        tickets = np.array(list(product(range(spans), sorted(starts))), np.int32)
         more = run_map(drawn, *tickets.T)[0].view(np.int32).tolist() if spans else []
         found = [item for item in [*own.view(np.int32).tolist(), *more] if item < spans]
         assert sorted(found) == list(range(spans)), spans

@@ -120,7 +120,7 @@ def draw_deployment(seed: int, number: int, sets: Sequence[tuple[str, ...]]) -> 
     waiters = most * (1 + streams)
     sms = SMS_OF_WAITERS // waiters if on_gpu and waiters > 1 else None
     if on_gpu and random.random() < 0.3:
-        sms = min(sms or SMS_OF_WAITERS, random.choice((4, 9, 16, 24, 48, 66, 96)))
+        sms = min(sms or SMS_OF_WAITERS, random.choice((1, 2, 8, 16, 24, 48, 66, 96)))
     inputs = tuple(_inputs(random, cfg) for _ in range(INPUT_SETS))
     return Deployment(number, cfg, devices, sms, streams, on_gpu and random.random() < 0.6, inputs), random
 
