@@ -65,7 +65,8 @@ def conditions(run: dict) -> list[Condition]:
     limited = [row for row in run["peers"] if PEERS[row["peer"]].sms == NORMAL_SMS]
     unqueued, ranked = medians({"cases": queued(run["cases"])}, CHAINED), ranked_pairs(run)
     alone = (
-        "On few SMs a dispatch and a combine were timed alone and added; others are those that take a number of SMs."
+        "On few SMs a dispatch and a combine were timed alone and added; others are those that take a number of SMs, "
+        "so not DeepEP V2, whose epilogues take all."
     )
     order = "Others leave rows by source rank, as `rank_major` does; by default a grouped matmul can take ours."
     longer = "Without a graph the longer of the GPUs' and the host's time counts."

@@ -141,6 +141,8 @@ class EPConfig:
         `most`."""
         value = getattr(self, name)
         kind = "an integer" if multiple == 1 else f"a multiple of {multiple}"
+        if multiple > 1 and not is_integer(value):
+            kind = f"an integer multiple of {multiple}"
         ok = is_integer(value) and multiple <= value <= most and value % multiple == 0
         self._require(name, ok, f"{kind} in [{multiple}, {most}]{why}")
         object.__setattr__(self, name, int(value))

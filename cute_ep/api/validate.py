@@ -26,12 +26,21 @@ GLOBAL_SCALE_LIMIT = 2.0**100
 range unless its result saturates or rounds to zero anyway."""
 
 
+def _is_device(name: str | torch.device) -> bool:
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
+
+
 def check_devices(devices: Sequence[str | torch.device], ranks: int | None = None) -> list[torch.device]:
     """The devices of all ranks, one each; EPConfigError unless they are named as such, or for GPUs where torch finds
     none. ranks: how many there must be; None: any number."""
     if isinstance(devices, str | torch.device):
+        named = devices if _is_device(devices) else "cpu"
         raise EPConfigError(
-            f'devices = {str(devices)!r}: must be a list, one per rank, such as ["{devices}"] * {ranks or 2}'
+            f'devices = {str(devices)!r}: must be a list, one per rank, such as ["{named}"] * {ranks or 2}'
         )
     rule = 'must be a list of names, one device per rank, such as ["cuda:0", "cuda:1"] or ["cpu"] * 2'
     if not isinstance(devices, Sequence):

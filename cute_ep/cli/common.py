@@ -57,7 +57,12 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_budget_argument(parser: argparse.ArgumentParser) -> None:
     """`--sms`, as `connect_local` takes it."""
-    parser.add_argument("--sms", type=int, metavar="N", help="SMs that one rank may use (default all)")
+    parser.add_argument(
+        "--sms",
+        type=int,
+        metavar="N",
+        help="SMs that one rank may use (default: all, or where ranks share a GPU an equal part of all but 8)",
+    )
 
 
 @contextmanager

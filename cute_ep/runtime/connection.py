@@ -46,7 +46,7 @@ class Options:
     def check(self) -> None:
         """EPConfigError for what is wrong on any device."""
         if self.sms is not None and not (is_integer(self.sms) and self.sms > 0):
-            raise EPConfigError(f"sms = {self.sms!r}: must be an integer from 1 to the number of SMs")
+            raise EPConfigError(f"sms = {self.sms!r}: must be an integer from 1 to the number of SMs, or None for all")
         if not isinstance(self.tuning, Tuning | None):
             raise EPConfigError(f"tuning = {type(self.tuning).__name__}: must be a Tuning")
         if not isinstance(self.hooks, Hooks):
@@ -81,8 +81,9 @@ def connect_local(
         cfg: the group's configuration.
         devices: one device a rank: several GPUs; one GPU named `world_size` times (virtual ranks, each on its own
             stream with its share of the SMs); or "cpu" everywhere for the reference backend. "cuda" is the current one.
-        sms: SMs that one rank's kernels may take from others: N of them run at most N CTAs, one on each. Default: all,
-            with two CTAs on each; where ranks share a GPU, an equal part of all but FREE_SMS, with one.
+        sms: SMs that one rank's kernels may take from others: N of them run at most N CTAs, one on each. Default, and
+            where N is all: all SMs, with two CTAs on each. Where ranks share a GPU, each has at most an equal part of
+            all but FREE_SMS, with one CTA on each.
         library: folder of compiled kernels to look in first, before the package's own and ~/.cache/cute_ep
             (in $XDG_CACHE_HOME, where that is set). A kernel that is in none of them is compiled into the last, where
             the DSL is installed.
@@ -90,7 +91,7 @@ def connect_local(
         tuning: launch shapes, which change times only; None: what `cute-ep tune` found on this machine, else the
             built-in tables (`cute_ep.tuning.builtin`).
 
-    The reference backend checks `sms`, `library` and `tuning`, which it has no use for.
+    The reference backend has no use for `sms`, `library` and `tuning`. It checks them, but for how many SMs there are.
 
     Raises:
         EPConfigError: wrong number or mix of devices, GPUs without a peer path, an option that breaks its rule, or a

@@ -15,14 +15,14 @@ from cute_ep.aot.library import cache_folder
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError
 from cute_ep.tuning.builtin import built_in
-from cute_ep.tuning.launch_shape import FAMILIES, Entry, Tuning
+from cute_ep.tuning.launch_shape import FAMILIES, Entry, Tuning, has_pipelines, has_twins
 
 
 @dataclass(frozen=True)
 class Setting:
     """What a table was measured for: GPUs, CTAs that a rank may have, ranks that exchange messages, shape, format and
-    order of dispatched rows (None for combine, whose rows come home alike whatever these were), and shared memory of
-    pipelines."""
+    order of dispatched rows (None for combine, whose rows come home alike whatever these were), and whether CTAs may
+    have twins (dispatch) or pipelines (combine)."""
 
     gpu: str
     gpus: int
@@ -33,14 +33,16 @@ class Setting:
     top_k: int
     format: str | None
     order: str | None = None  # not in every file
-    ring_bytes: int = 0  # not in every file
+    fills_sms: bool = False  # not in every file
 
     @classmethod
     def of(cls, family: str, cfg: EPConfig, gpu: str, gpus: int, ctas: int, *, ring_bytes: int = 0) -> Setting:
         """The setting of a family's table for `cfg` on `gpus` GPUs called `gpu`, with so many CTAs a rank, which have
         `ring_bytes` as of `built_in`."""
-        fmt, order = (cfg.dispatch_format, cfg.row_order) if family == "dispatch" else (None, None)
-        return cls(gpu, gpus, ctas, cfg.peers, cfg.hidden, cfg.num_experts, cfg.top_k, fmt, order, ring_bytes)
+        fmt, order, fills_sms = None, None, has_pipelines(cfg, ring_bytes)
+        if family == "dispatch":
+            fmt, order, fills_sms = cfg.dispatch_format, cfg.row_order, has_twins(ctas, ring_bytes)
+        return cls(gpu, gpus, ctas, cfg.peers, cfg.hidden, cfg.num_experts, cfg.top_k, fmt, order, fills_sms)
 
 
 Tables = dict[Setting, tuple[Entry, ...]]

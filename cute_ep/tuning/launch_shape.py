@@ -162,7 +162,10 @@ class Tuning:
 
     def __post_init__(self) -> None:
         for family in FAMILIES:
-            ends = [entry.tokens for entry in self.table(family)]
+            table = self.table(family)
+            if not isinstance(table, tuple) or not all(isinstance(entry, Entry) for entry in table):
+                raise EPConfigError(f"{family} = {table!r}: must be a tuple of Entry")
+            ends = [entry.tokens for entry in table]
             if not ends or ends != sorted(set(ends)) or ends[-1] < MAX_TOKENS_PER_RANK:
                 raise EPConfigError(f"tokens of {family} = {ends}: must ascend to at least {MAX_TOKENS_PER_RANK}")
 

@@ -83,7 +83,7 @@ def test_sizes_that_pass_are_the_multiples_that_the_message_says(name: str, fmt:
 
 def following(rule: str, draw: st.DataObject, why: str) -> Any:
     """A value that a rule allows."""
-    if found := re.match(r"(?:None or )?an? (integer|multiple of (\d+)) in \[(\d+), (\d+)\]", rule):
+    if found := re.match(r"(?:None or )?an? (integer|(?:integer )?multiple of (\d+)) in \[(\d+), (\d+)\]", rule):
         step, low, high = int(found[2] or 1), int(found[3]), int(found[4])
         return step * draw.draw(st.sampled_from([low // step, high // step]) | st.integers(low // step, high // step))
     if rule.startswith("a positive integer"):

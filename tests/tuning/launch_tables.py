@@ -55,5 +55,5 @@ def setting(
     return Setting.of(family, cfg, gpu, gpus, ctas, ring_bytes=ring)
 
 
-def find(cfg: EPConfig = CFG, gpu: str = GPU, gpus: int = 4, ctas: int = 264) -> Tuning:
-    return find_tuning(cfg, gpu, gpus, ctas)
+def find(cfg: EPConfig = CFG, gpu: str = GPU, gpus: int = 4, ctas: int = 264, ring: int = 0) -> Tuning:
+    return find_tuning(cfg, gpu, gpus, ctas, ring_bytes=ring)

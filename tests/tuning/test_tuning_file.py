@@ -121,3 +121,12 @@ def test_ranks_have_the_tables_measured_with_as_many_ctas(gpus: None) -> None:
     for sms, tables in ((None, [half, half, whole, whole]), (62, [budget] * 4)):
         ranks = connection.connect_local(CFG, ["cuda:0", "cuda:0", "cuda:1", "cuda:2"], sms=sms)
         assert [rank.tuning.dispatch for rank in ranks] == tables
+
+
+def test_tables_of_few_tokens_are_not_those_of_deployments_with_pipelines(gpus: None) -> None:
+    """`cute-ep tune` connects for the most tokens that it measures; combine has no pipelines for few."""
+    few = replace(CFG, max_tokens_per_rank=128)
+    write_tables({setting("combine", few, ctas=24, ring=RING_BYTES): MINE})
+    assert find(few, ctas=24, ring=RING_BYTES).combine == MINE
+    assert find(ctas=24, ring=RING_BYTES) == built_in(CFG, 24, ring_bytes=RING_BYTES)
+    assert find(ctas=24).combine == MINE, "nor has it where CTAs may not fill SMs"
