@@ -221,15 +221,10 @@ def elsewhere_table(fits: dict[Key, Fit], ceilings: Ceilings, gpu: str) -> str:
         scaled = ceilings_elsewhere(ceilings, gpu, there)
         if scaled is None:
             return ""
-        cells = [
-            "/".join(
-                f"{predict(expected_case(operation, fmt, ranks, tokens), fits, scaled):.0f}"
-                for tokens in PREDICTED_TOKENS
-            )
-            for operation, fmt in known
-        ]
-        rows.append((name, *cells))
-    return markdown(("machine", *(f"{name.replace('_', ' ')} {fmt}" for name, fmt in known)), rows)
+        for tokens in PREDICTED_TOKENS:
+            cases = (expected_case(operation, fmt, ranks, tokens) for operation, fmt in known)
+            rows.append((name, str(tokens), *(f"{predict(case, fits, scaled):.0f}" for case in cases)))
+    return markdown(("machine", "tokens", *(f"{name.replace('_', ' ')} {fmt}" for name, fmt in known)), rows)
 
 
 def predictions_text(runs: Mapping[str, dict], fits: Mapping[str, dict]) -> str:
@@ -239,9 +234,9 @@ def predictions_text(runs: Mapping[str, dict], fits: Mapping[str, dict]) -> str:
     name = max(runs, key=lambda one: len(runs[one]["machine"]["gpus"]))
     if shares_gpus(runs[name]):
         return ""
-    machine, sizes = runs[name]["machine"], "/".join(map(str, PREDICTED_TOKENS))
-    table = elsewhere_table(fits[name], Ceilings(**runs[name]["ceilings"]), next(iter(machine["gpus"].values())))
-    words = f"Predicted, not measured, with the overheads, flags and arithmetic of {name}: us of {sizes} tokens:"
+    gpus = runs[name]["machine"]["gpus"]
+    table = elsewhere_table(fits[name], Ceilings(**runs[name]["ceilings"]), next(iter(gpus.values())))
+    words = f"Predicted, not measured, with the overheads, flags and arithmetic of {name}, in us:"
     return f"{words}\n\n{table}" if table else ""
 
 

@@ -122,6 +122,7 @@ def test_numpy_integers_are_integers() -> None:
     ("devices", "message"),
     [
         pytest.param("cpu", r"devices = 'cpu': must be a list, one per rank, such as \[.cpu.\] \* 2", id="a name"),
+        pytest.param("auto", r"devices = 'auto': must be a list, one per rank, such as \[.cpu.\] \* 2", id="no device"),
         pytest.param(torch.device("cuda"), r"devices = 'cuda': .*\[.cuda.\] \* 2", id="a device"),
         pytest.param([0, 1], r"devices = \[0, 1\]: must be a list of names.*\[.cpu.\] \* 2$", id="numbers"),
         pytest.param(["gpu", "gpu"], r"devices = \['gpu', 'gpu'\]: must be a list of names", id="no devices of torch"),
