@@ -48,12 +48,12 @@
 #define NUMBER(p) ((p) - (p) / N)
 #define PIPES_OF(i) ((i) == 0 -> FIRST : PIPES)
 #define SENDERS NUMBER(PIPES_OF(i))
-#define TURNS (SOURCES < SENDERS -> SOURCES : SENDERS)
-#define TURN(p) ((BEGIN(p) -> NUMBER(p) : (p) / N) % SOURCES)
+#define STARTS (SOURCES < SENDERS -> SOURCES : SENDERS)
+#define START(p) ((BEGIN(p) -> NUMBER(p) : (p) / N) % SOURCES)
 #define ITEMS (SPANS * SOURCES)
 #define MOST (ITEMS > RUNS -> ITEMS : RUNS)
-#define ITEM(ticket, turn) (SENDERS + (ticket) * TURNS + (turn))
-#define COUNTER(i, turn) counters[(i) * N + (turn)]
+#define ITEM(ticket, start) (SENDERS + (ticket) * STARTS + (start))
+#define COUNTER(i, start) counters[(i) * N + (start)]
 #define RUN_TURN (MUTANT == ONE_COUNTER -> 0 : N - 1)
 #define FLAG(home, rank, number) flags[((home) * N + (rank)) * SPANS + (number)]
 
@@ -64,7 +64,7 @@
 #endif
 #define RUNS_OF(i) (HAS(i) -> RUNS : 0)
 
-byte counters[N * N];        /* of rank, by turn; the last turn's deals out runs */
+byte counters[N * N];        /* of rank, by start; the last one's deals out runs */
 bool flags[N * N * SPANS];   /* at rank, of rank, number of its span */
 bool sent[N * N * SPANS], added[N * RUNS], told[N];
 byte ended;
@@ -102,13 +102,13 @@ inline send(item) {
 
 /* Runs: 0 before the first one, 1 + the number of a run, more than there are behind the last one. */
 proctype Pipeline(byte i; byte p) {
-    byte item, asked, mine, following, home, place, turn;
+    byte item, asked, mine, following, home, place, start;
     bool drains, left, there;
     d_step {
         told[i] = true; /* by another CTA of the launch, or by this one before it sends */
         item = (BEGIN(p) && NUMBER(p) < ITEMS -> NUMBER(p) : ITEMS);
         drains = item < ITEMS;
-        turn = TURN(p);
+        start = START(p);
         left = true
     }
     do
@@ -118,15 +118,15 @@ proctype Pipeline(byte i; byte p) {
         there = !drains && mine <= RUNS_OF(i) && (mine == 0 || IS_THERE(i, mine - 1));
         if
         :: !drains && !there && left && (MUTANT != WAITS_FIRST || mine > RUNS_OF(i)) ->
-            item = ITEM(COUNTER(i, turn), turn);
-            take(turn);
+            item = ITEM(COUNTER(i, start), start);
+            take(start);
             left = item < ITEMS
         :: else
         fi;
         if
         :: SENDS && drains ->
-            asked = COUNTER(i, turn);
-            take(turn)
+            asked = COUNTER(i, start);
+            take(start)
         :: !SENDS && mine <= RUNS_OF(i) ->
             if
             :: mine == 0 ->
@@ -146,7 +146,7 @@ proctype Pipeline(byte i; byte p) {
             send(item);
             if
             :: drains ->
-                item = ITEM(asked, turn);
+                item = ITEM(asked, start);
                 drains = item < ITEMS;
                 left = drains
             :: else
