@@ -25,6 +25,7 @@ from cute_ep.cli.common import (
 )
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.variants import ARCHITECTURES
+from cute_ep.tuning.file import read_tables, tuning_file
 
 RANK_COUNTS = (1, 2, 4, 8)
 DEFAULT_TOKENS = 4096
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     print_devices(console)
     why = missing()
     console.print(f"launcher: {'compiled' if why is None else f'Python ({why})'}", highlight=False, soft_wrap=True)
+    console.print(f"tables of cute-ep tune: {tuned_tables()}", highlight=False, soft_wrap=True)
     print_table(console, library_table(library))
     if library.entries:
         print_table(console, kernel_table(list(library.entries.values())))
@@ -104,6 +106,7 @@ def all_facts(shape: Preset, configs: dict[int, EPConfig], library: Library, com
         "nvshmem": nvshmem_found(),
         "slow_network": slow_network(),
         "launcher_missing": missing(),
+        "tuned_tables": tuned_tables(),
         "libraries": library_facts(library),
         "kernels": kernel_counts(list(library.entries.values())),
         "memory": {
@@ -119,6 +122,14 @@ def all_facts(shape: Preset, configs: dict[int, EPConfig], library: Library, com
             },
         },
     }
+
+
+def tuned_tables() -> str:
+    """How many tables replace built-in ones, each in its setting, and their file; or what is wrong with the file."""
+    try:
+        return f"{len(read_tables())} in {tuning_file()}"
+    except EPConfigError as error:
+        return str(error)
 
 
 def gpu_facts() -> list[dict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from cute_ep.cli.main import main
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.runtime import launcher, nvlink, symmetric
 from cute_ep.runtime.rails import network
+from cute_ep.tuning.file import tuning_file
 
 
 def test_info_prints_the_memory_of_a_preset_and_refuses_others(tmp_path, capsys: pytest.CaptureFixture) -> None:
@@ -109,3 +111,16 @@ def test_info_shows_devices_memory_and_who_reaches_whom(
     refusals = {"fabric handles": "CUDA driver: NOT_PERMITTED", "file descriptors": None, "CUDA IPC": None}
     assert written["sharing"][0] == {"clique": None, "refusals": refusals} and written["sharing"][1]["clique"] == "ab.1"
     assert [gpu["free_bytes"] for gpu in written["gpus"]] == [100 * 10**9, 101 * 10**9]
+
+
+def test_tables_that_were_tuned_here_are_counted_or_said_to_be_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for damage, said in ((None, f"0 in {tuning_file()}"), ("{", "remove the file")):
+        if damage is not None:
+            tuning_file().parent.mkdir()
+            tuning_file().write_text(damage)
+        assert main(["info", "--library", str(tmp_path)]) == 0
+        (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("tables of cute-ep tune: ")]
+        assert said in line
