@@ -47,9 +47,10 @@ def check_tensor(
     if shape is not None and (got := tensor.shape) != shape and not _has_shape(got, shape):
         raise EPInputError(f"{name}.shape = {tuple(got)}: must be {_shape_rule(name, got, shape)}")
     if dtype is not None and (kind := tensor.dtype) != dtype and not (isinstance(dtype, tuple) and kind in dtype):
-        wanted = " or ".join(map(str, dtype)) if isinstance(dtype, tuple) else dtype
-        own = dtype == torch.float32 and kind.is_floating_point and not name.startswith("out")
-        raise EPInputError(f"{name}.dtype = {kind}: must be {wanted}{f'; use {name}.float()' if own else ''}")
+        wanted = dtype if isinstance(dtype, tuple) else (dtype,)
+        cast = "" if name.startswith("out") else _cast(kind, wanted)
+        more = f"; use {name}.{cast}" if cast else ""
+        raise EPInputError(f"{name}.dtype = {kind}: must be {' or '.join(map(str, wanted))}{more}")
     if device is not None and tensor.device != device and tensor.device != (device := torch.device(device)):
         raise EPInputError(f"{name}.device = {tensor.device}: must be {device}")
     if not strict:
@@ -63,6 +64,19 @@ def check_tensor(
         raise EPInputError(f"{name}.data_ptr() = {tensor.data_ptr():#x}: must be a multiple of {alignment} bytes{more}")
     if tensor.requires_grad:
         check_detached(name, tensor)
+
+
+CASTS = (
+    {torch.float32: "float()", torch.bfloat16: "bfloat16()", torch.float16: "", torch.float64: ""},
+    {torch.int64: "long()", torch.int32: "int()", torch.int16: "", torch.int8: ""},
+)
+"""Types whose numbers mean the same, and what makes one of it."""
+
+
+def _cast(kind: torch.dtype, wanted: Sequence[torch.dtype]) -> str:
+    """What makes a tensor one of a wanted type, "" where nothing does."""
+    alike = next((casts for casts in CASTS if kind in casts), {})
+    return next((alike[one] for one in reversed(wanted) if alike.get(one)), "")
 
 
 EVEN_ROWS = f"must have stride 1 in the last dimension, and rows a multiple of {VECTOR_BYTES} bytes below 32 GiB apart"

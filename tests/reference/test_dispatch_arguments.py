@@ -21,7 +21,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     [
         pytest.param(
             lambda x, ids, w: (x.float(), ids, w),
-            r"x\.dtype = torch\.float32: must be torch\.bfloat16",
+            r"x\.dtype = torch\.float32: must be torch\.bfloat16; use x\.bfloat16\(\)$",
             id="x in float32",
         ),
         pytest.param(
@@ -42,8 +42,13 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
         pytest.param(lambda x, ids, w: (x.tolist(), ids, w), r"x = list: must be a torch\.Tensor", id="x is a list"),
         pytest.param(
             lambda x, ids, w: (x, ids.short(), w),
-            r"topk_ids\.dtype = torch\.int16: must be torch\.int32 or torch\.int64",
+            r"topk_ids\.dtype = torch\.int16: must be torch\.int32 or torch\.int64; use topk_ids\.long\(\)$",
             id="ids of 16 bits",
+        ),
+        pytest.param(
+            lambda x, ids, w: (x, ids.float(), w),
+            r"topk_ids\.dtype = torch\.float32: must be torch\.int32 or torch\.int64$",
+            id="ids that are no integers",
         ),
         pytest.param(
             lambda x, ids, w: (x, ids[:1], w), r"topk_ids\.shape = \(1, 2\): must be \(2, 2\)", id="too few ids"
@@ -53,7 +58,11 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
         pytest.param(
             lambda x, ids, w: (x, ids.to("meta"), w), r"topk_ids\.device = meta: must be cpu", id="ids elsewhere"
         ),
-        pytest.param(lambda x, ids, w: (x, ids, w.double()), r"router_weights\.dtype", id="weights in float64"),
+        pytest.param(
+            lambda x, ids, w: (x, ids, w.double()),
+            r"router_weights\.dtype.*router_weights\.float\(\)$",
+            id="weights in float64",
+        ),
         pytest.param(lambda x, ids, w: (x, ids, w[:1]), r"router_weights\.shape", id="too few weights"),
     ],
 )
