@@ -140,9 +140,8 @@ class EPConfig:
         """Make a field that is an integer a plain one. EPConfigError unless it is a multiple of `multiple` up to
         `most`."""
         value = getattr(self, name)
-        kind = "an integer" if multiple == 1 else f"a multiple of {multiple}"
-        if multiple > 1 and not is_integer(value):
-            kind = f"an integer multiple of {multiple}"
+        kind = "an integer" if multiple == 1 or not is_integer(value) else "a"
+        kind += f" multiple of {multiple}" if multiple > 1 else ""
         ok = is_integer(value) and multiple <= value <= most and value % multiple == 0
         self._require(name, ok, f"{kind} in [{multiple}, {most}]{why}")
         object.__setattr__(self, name, int(value))

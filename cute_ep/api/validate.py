@@ -26,31 +26,28 @@ GLOBAL_SCALE_LIMIT = 2.0**100
 range unless its result saturates or rounds to zero anyway."""
 
 
-def _is_device(name: str | torch.device) -> bool:
+def _device_of(name: object) -> torch.device | None:
+    """The device that is named so, if there is one."""
     try:
-        torch.device(name)
+        return torch.device(name if isinstance(name, torch.device) else str(name))
     except RuntimeError:
-        return False
-    return True
+        return None
 
 
 def check_devices(devices: Sequence[str | torch.device], ranks: int | None = None) -> list[torch.device]:
     """The devices of all ranks, one each; EPConfigError unless they are named as such, or for GPUs where torch finds
     none. ranks: how many there must be; None: any number."""
     if isinstance(devices, str | torch.device):
-        named = devices if _is_device(devices) else "cpu"
+        named = _device_of(devices) or "cpu"
         raise EPConfigError(
             f'devices = {str(devices)!r}: must be a list, one per rank, such as ["{named}"] * {ranks or 2}'
         )
     rule = 'must be a list of names, one device per rank, such as ["cuda:0", "cuda:1"] or ["cpu"] * 2'
     if not isinstance(devices, Sequence):
         raise EPConfigError(f"devices = {type(devices).__name__}: {rule}")
-    chosen = []
-    for device in devices:
-        try:
-            chosen.append(torch.device(device if isinstance(device, torch.device) else str(device)))
-        except RuntimeError:
-            raise EPConfigError(f"devices = {devices!r}: {rule}") from None
+    chosen = [device for one in devices if (device := _device_of(one)) is not None]
+    if len(chosen) < len(devices):
+        raise EPConfigError(f"devices = {devices!r}: {rule}")
     if ranks is not None and len(chosen) != ranks:
         raise EPConfigError(f"devices = {len(chosen)} entries: must be world_size = {ranks}")
     if chosen and all(device.type == "cuda" for device in chosen) and not torch.cuda.device_count():

@@ -142,9 +142,8 @@ def keep(found: Found, devices: Sequence[str]) -> None:
     known, tables = find_tuning(cfg, name, gpus, max_ctas, ring_bytes=found.ring_bytes), {}
     for family, outcomes in found.outcomes.items():
         entries = {tokens: outcome.entry for tokens, outcome in outcomes.items()}
-        tables[Setting.of(family, cfg, name, gpus, max_ctas, ring_bytes=found.ring_bytes)] = known.revised(
-            family, entries
-        ).table(family)
+        setting = Setting.of(family, cfg, name, gpus, max_ctas, ring_bytes=found.ring_bytes)
+        tables[setting] = known.revised(family, entries).table(family)
     write_tables(tables)
 
 

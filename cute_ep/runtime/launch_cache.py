@@ -113,8 +113,7 @@ class LaunchCache:
         ring_bytes: int = 0,
     ) -> None:
         self.cfg, self.rank, self.max_ctas, self.kernels = cfg, rank, max_ctas, kernels
-        self.pairs, self.ring_bytes = pairs, ring_bytes
-        self._options = {"pairs": pairs, "whole_sms": whole_sms}
+        self.pairs, self.whole_sms, self.ring_bytes = pairs, whole_sms, ring_bytes
         self._pipelines = has_pipelines(cfg, ring_bytes)
         self._shapes: dict[tuple[str, int, bool], LaunchShape] = {}
         self._shapes_of: Tuning | None = None  # what they were found with
@@ -138,7 +137,13 @@ class LaunchCache:
                 self._shapes.clear()
             expected = tokens or self.cfg.max_tokens_per_rank
             shape = tuning.shape(
-                operation, expected, self.max_ctas, whole_rows=whole_rows, ring_bytes=self.ring_bytes, **self._options
+                operation,
+                expected,
+                self.max_ctas,
+                whole_rows=whole_rows,
+                pairs=self.pairs,
+                whole_sms=self.whole_sms,
+                ring_bytes=self.ring_bytes,
             )
             wide = operation.startswith("combine") and shape.threads == WIDE_THREADS
             flagged = self._are_flagged(tokens)
