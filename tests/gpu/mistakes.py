@@ -236,6 +236,24 @@ MUTANTS = {
         "combines on few SMs",
         (Edit("kernels/combine/schedule.py", "ctx.ranks * COUNTERS", "(ctx.ranks - 1) * COUNTERS"),),
     ),
+    # a launch reads its rounds, and x, before the launch that starts it early has ended
+    "EARLY_READ": Mutant(
+        "turns",
+        (Edit("kernels/device/context.py", "    cute.arch.griddepcontrol_wait()\n", ""),),
+    ),
+    # receiving warps of a CTA wait for each other before each slice, of which they have different numbers
+    "RECEIVE_BARRIER": Mutant(
+        "two ahead on few SMs",
+        (
+            Edit(
+                "kernels/dispatch/recv.py",
+                "                alive = self._take(ctx, source, row_slice)\n",
+                "                cute.arch.sync_threads()\n"
+                "                alive = self._take(ctx, source, row_slice)\n",
+            ),
+        ),
+        hangs=True,
+    ),
     # sums of other ranks are added without a wait for them
     "PIPED_UNAWAITED": Mutant(
         "combines on few SMs",
@@ -357,4 +375,6 @@ def expected(name: str) -> tuple[str, ...]:
     """The verdicts that a mutant may have."""
     if name == UNCHANGED:
         return ("survived",)
+    if MUTANTS[name].hangs:
+        return ("hung",)
     return ("found",) if MUTANTS[name].promised else ("found", "survived")

@@ -7,9 +7,12 @@ import fcntl
 import json
 import os
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -33,6 +36,8 @@ RANKS = 4
 TIMEOUT_S, WARM_UP_S = 1.0, 20.0
 TURNS = 60
 """Of a storm."""
+ENDS_S = 60.0
+"""In which a schedule ends, also where waits time out."""
 SEEDS = 3
 """Runs of a mutant's schedule, with other inputs and delays each, until it finds something."""
 
@@ -87,6 +92,24 @@ def warm_up(cfg: EPConfig, library: Path) -> None:
         rounds.check()
 
 
+def give(verdict: str, words: str) -> NoReturn:
+    """End with a result, at once: kernels that gave up leave a context that is not worth to be cleaned up, and others
+    may never end."""
+    sys.stdout.write(json.dumps([verdict, words]) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@contextmanager
+def ends_in_time(schedule: str) -> Iterator[None]:
+    """The result is "hung" where the body takes too long."""
+    timer = threading.Timer(ENDS_S, give, ("hung", f"{schedule!r} did not end in {ENDS_S:g} s"))
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
+
+
 def main(name: str, lock: str) -> tuple[str, str]:
     """Verdict and words."""
     library = LIBRARY if name == UNCHANGED else FOLDER / name
@@ -100,16 +123,15 @@ def main(name: str, lock: str) -> tuple[str, str]:
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         for schedule in sorted(wanted):
-            if schedule in NODES:
-                found = try_mail(schedule, library, SEEDS if schedule == "storm" else 1)
-            else:
-                found = try_case(CASES[schedule], library, SEEDS if name in MUTANTS else 1)
+            with ends_in_time(schedule):
+                if schedule in NODES:
+                    found = try_mail(schedule, library, SEEDS if schedule == "storm" else 1)
+                else:
+                    found = try_case(CASES[schedule], library, SEEDS if name in MUTANTS else 1)
             if found:
                 return "found", f"by {schedule!r}: {found}"
     return "survived", ", ".join(sorted(wanted))
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(*sys.argv[1:])) + "\n")
-    sys.stdout.flush()
-    os._exit(0)  # kernels that gave up leave a context that is not worth to be cleaned up
+    give(*main(*sys.argv[1:]))

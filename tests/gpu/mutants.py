@@ -65,8 +65,8 @@ def build(names: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one mutant: "found", "survived", "absent" (no kernels of these sources) or "failed" (no result);
-    and in words."""
+    """What became of one mutant: "found", "survived", "hung" (its schedule did not end), "absent" (no kernels of these
+    sources) or "failed" (no result); and in words."""
 
     verdict: str
     words: str

@@ -14,6 +14,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPTimeout
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.runtime.communicator import Communicator
+from cute_ep.tuning.launch_shape import TWIN_CTAS
 
 from .conftest import connected
 
@@ -116,9 +117,10 @@ def test_a_launch_that_waits_leaves_the_other_sms_to_another_group(pair: list[st
 
 def test_sms_that_a_launch_has_are_not_free(pair: list[str]) -> None:
     """Without which the test above says nothing: dispatches of more CTAs than SMs that are left wait for CTAs that do
-    not start."""
-    few, rest = sms_of_both(pair, 1 / 3)
-    with connected(CFG, pair, sms=few) as first, connected(CFG, pair, sms=rest + 8) as second:
+    not start. CTAs with twins, of which each fills an SM."""
+    have, sharing = torch.cuda.get_device_properties(0).multi_processor_count, pair.count("cuda:0")
+    rest = min(TWIN_CTAS, have // (sharing + 1))
+    with connected(CFG, pair, sms=have - sharing * rest + 8) as first, connected(CFG, pair, sms=rest) as second:
         one, other = Group(first), Group(second)
         try:
             assert not ends_beside(one, ("dispatch", MOST), other, ("dispatch", MOST), 0.1)

@@ -13,7 +13,9 @@ import torch
 from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
+from cute_ep.api.types import RowOrder
 from cute_ep.bench.traffic import LAUNCHES, count_routing, traffic
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR, RANK_MAJOR, ROW_ORDERS
 from cute_ep.testing.workloads import RankInputs, make_inputs
 from perf import runs, sm_ceiling, suite, tables
 from perf.row_buffers import ITEM_WORDS, MOST_SOURCES, RowBuffers
@@ -24,10 +26,16 @@ HIDDEN = 64
 TOKENS = 11
 RANKS = pytest.mark.parametrize("ranks", [1, 2, 4], ids=lambda ranks: f"ranks{ranks}")
 OPERATIONS = pytest.mark.parametrize("operation", LAUNCHES)
+ORDERED_OPERATIONS = pytest.mark.parametrize(
+    ("order", "operation"),
+    [(EXPERT_MAJOR, name) for name in LAUNCHES] + [(RANK_MAJOR, "dispatch"), (RANK_MAJOR, "combine_partial")],
+)
 
 
-def workload(ranks: int, routing: str = "uniform") -> tuple[EPConfig, list[RankInputs], torch.Tensor]:
-    cfg = EPConfig(HIDDEN, 8, 3, TOKENS, ranks)
+def workload(
+    ranks: int, routing: str = "uniform", order: RowOrder = EXPERT_MAJOR
+) -> tuple[EPConfig, list[RankInputs], torch.Tensor]:
+    cfg = EPConfig(HIDDEN, 8, 3, TOKENS, ranks, row_order=order)
     inputs = make_inputs(cfg, [TOKENS] * ranks, routing, 1)
     return cfg, inputs, torch.stack([one.topk_ids for one in inputs])
 
@@ -52,9 +60,9 @@ def rows_of(buffers: RowBuffers, rank: int, name: str, count: int) -> torch.Tens
 
 
 @RANKS
-@OPERATIONS
-def test_the_bytes_are_those_of_the_traffic(operation: str, ranks: int) -> None:
-    cfg, _, ids = workload(ranks)
+@ORDERED_OPERATIONS
+def test_the_bytes_are_those_of_the_traffic(order: RowOrder, operation: str, ranks: int) -> None:
+    cfg, _, ids = workload(ranks, order=order)
     want = traffic(cfg, count_routing(cfg, list(ids)), operation)
     size, remote, memory = 2 * HIDDEN, torch.zeros(ranks, ranks, dtype=torch.int64), [0] * ranks
     for rank, own in enumerate(moves_of(cfg, ids, operation)):
@@ -69,9 +77,9 @@ def test_the_bytes_are_those_of_the_traffic(operation: str, ranks: int) -> None:
 
 
 @RANKS
-@OPERATIONS
-def test_no_two_items_write_a_row(operation: str, ranks: int) -> None:
-    cfg, _, ids = workload(ranks, "masked")
+@ORDERED_OPERATIONS
+def test_no_two_items_write_a_row(order: RowOrder, operation: str, ranks: int) -> None:
+    cfg, _, ids = workload(ranks, "masked", order)
     written = torch.cat([own.targets[own.targets != NONE] for own in moves_of(cfg, ids, operation)])
     assert written.unique().numel() == written.numel() > 0
     sizes = buffer_rows(cfg, ids, operation)
@@ -81,9 +89,10 @@ def test_no_two_items_write_a_row(operation: str, ranks: int) -> None:
 
 
 @RANKS
+@pytest.mark.parametrize("order", ROW_ORDERS)
 @pytest.mark.parametrize("routing", ["uniform", "masked", "repeated"])
-def test_a_dispatch_leaves_the_rows_of_the_reference(routing: str, ranks: int) -> None:
-    cfg, inputs, ids = workload(ranks, routing)
+def test_a_dispatch_leaves_the_rows_of_the_reference(routing: str, order: RowOrder, ranks: int) -> None:
+    cfg, inputs, ids = workload(ranks, routing, order)
     buffers = RowBuffers(cfg, ["cpu"] * ranks, ids, "dispatch")
     move(buffers)
     x = [rows_of(buffers, rank, "x", TOKENS).view(torch.bfloat16) for rank in range(ranks)]
