@@ -6,7 +6,7 @@ none. The buffers of a rank, for T tokens on each of R ranks, top-k K:
 
     x         [T]      its tokens
     messages  [R * T]  tokens that others have sent, by source and token
-    rows      [N]      its experts' rows, by expert, source and token
+    rows      [N]      its experts' rows, by expert, source and token, or in rank-major order by source and token
     returns   [R * T]  what other ranks have sent of partial sums, by owner and token; [K * T] by slot: of exact ones
     out       [T]      its sums
 """
@@ -56,23 +56,28 @@ def to_the_front(table: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of_entries(cfg: EPConfig, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The owner of each entry, and its row there among the rows in expert order.
+    """The owner of each entry, and its row there in the order of the configuration.
 
     Args:
         ids: [R, T, K] experts, -1 masks an entry.
 
     Returns:
-        [R, T, K] int64 ranks and rows, NONE where an entry is masked.
+        [R, T, K] int64 ranks and rows, NONE where an entry has no row: it is masked, or in rank-major order not its
+        token's last one there.
     """
     ranks, tokens, _ = ids.shape
-    expert = torch.where(ids < 0, cfg.num_experts, ids.long())
+    owner = torch.where(ids < 0, NONE, ids.long() // cfg.local_experts)
+    if cfg.is_rank_major:
+        goes_on = (owner[..., :, None] == owner[..., None, :]).triu(1).any(dim=-1)
+        owner = owner.masked_fill(goes_on, NONE)
+    key = owner if cfg.is_rank_major else ids.long()
+    key = torch.where(owner < 0, cfg.num_experts, key)
     arrival = torch.arange(ranks * tokens).view(ranks, tokens, 1)
-    order = (expert * ranks * tokens + arrival).flatten().argsort(stable=True)
+    order = (key * ranks * tokens + arrival).flatten().argsort(stable=True)
     number = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel())).view(ids.shape)
-    owner = torch.where(ids < 0, NONE, expert // cfg.local_experts)
     begin = (owner[None] == torch.arange(ranks).view(-1, 1, 1, 1)).sum(dim=(1, 2, 3)).cumsum(0)
     before = torch.cat([torch.zeros(1, dtype=torch.int64), begin])
-    return owner, torch.where(ids < 0, NONE, number - before[owner.clamp(min=0)])
+    return owner, torch.where(owner < 0, NONE, number - before[owner.clamp(min=0)])
 
 
 def buffer_rows(cfg: EPConfig, ids: torch.Tensor, operation: str) -> list[dict[str, int]]:
@@ -91,8 +96,7 @@ def buffer_rows(cfg: EPConfig, ids: torch.Tensor, operation: str) -> list[dict[s
 
 
 def moves_of(cfg: EPConfig, ids: torch.Tensor, operation: str) -> list[Moves]:
-    """What each rank moves in one operation of `cute_ep.bench.traffic.LAUNCHES`: BF16 rows in expert order, without a
-    shared expert.
+    """What each rank moves in one operation of `cute_ep.bench.traffic.LAUNCHES`: BF16 rows, without a shared expert.
 
     What a rank sends and what it has received take turns, by chance, so that links and memory work all the time. Run
     twice, in any order, the items leave everywhere what the operation would: the second time all has been sent.

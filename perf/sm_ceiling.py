@@ -1,6 +1,6 @@
 """What a number of SMs can do at best: the rows of a dispatch or a combine, moved by kernels that wait for nobody.
 
-    python -m perf.sm_ceiling --tokens 1024,4096 --sms 8,16,24,32,64,132 [--out FILE.json]
+    python -m perf.sm_ceiling --tokens 1024,4096 --sms 8,16,24,32,64,132 [--order rank_major] [--out FILE.json]
 
 `perf.row_moves` says which rows, perf/sm_ceiling.cu how: by loads and stores, or by bulk copies through shared memory.
 All ranks start together, in graphs of several rounds as in `cute_ep.bench.measure`; the ceiling is the fastest
@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,11 +27,13 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
+from cute_ep.api.types import RowOrder
 from cute_ep.bench.machine import environment, parse_devices
 from cute_ep.bench.measure import set_generator
 from cute_ep.bench.timing import Runner, rounds_per_graph, summary
 from cute_ep.bench.traffic import LAUNCHES
 from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR, ROW_ORDERS
 from cute_ep.runtime import driver_calls
 from cute_ep.runtime.driver import architecture, enable_all_peers, on_device
 from cute_ep.runtime.gpus import sm_budget
@@ -175,9 +178,11 @@ def measure_sm_ceilings(
     tokens: Sequence[int],
     budgets: Sequence[int],
     say: Callable[[str], None],
+    order: RowOrder = EXPERT_MAJOR,
 ) -> list[dict]:
     """For each operation of LAUNCHES, number of BF16 tokens of the main shape and number of SMs: "p50_us" of the
-    fastest kernel, and which that is, "kernel".
+    fastest kernel, and which that is, "kernel". Rows are in this order; in rank-major order rows come home as partial
+    sums.
 
     Raises:
         NoCompilerError: the kernels cannot be compiled here.
@@ -194,7 +199,7 @@ def measure_sm_ceilings(
     ):
         for operation in operations:
             for count in tokens:
-                cfg = MAIN.config("bf16", len(devices), count)
+                cfg = replace(MAIN.config("bf16", len(devices), count), row_order=order)
                 buffers = RowBuffers(cfg, devices, uniform_ids(cfg, devices, count), operation)
                 mover = RowMover(library, buffers)
                 about = {"operation": operation, "format": "bf16", "tokens": count}
@@ -221,6 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=numbers, default=[1024, 4096], metavar="N[,N]", help="tokens of a rank")
     parser.add_argument("--sms", type=numbers, default=[8, 16, 24, 32, 64], metavar="N[,N]", help="SMs of a rank")
+    parser.add_argument("--order", choices=ROW_ORDERS, default=EXPERT_MAJOR, help="of rows")
     parser.add_argument("--devices", default="auto", metavar="LIST", help="as for cute-ep bench")
     parser.add_argument("--commit", metavar="HASH", help="of these sources, where there is no checkout to ask")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file for the results")
@@ -228,7 +234,12 @@ def main() -> None:
     devices = parse_devices(args.devices, MAIN.num_experts)
     machine = environment(devices, reproduce("perf.sm_ceiling", sys.argv[1:]))
     machine["commit"] = args.commit or machine["commit"]
-    found = measure_sm_ceilings(devices, LAUNCHES, args.tokens, args.sms, lambda text: print(text, flush=True))  # noqa: T201
+    operations = [one for one in LAUNCHES if args.order == EXPERT_MAJOR or one != "combine_exact"]
+
+    def say(text: str) -> None:
+        print(text, flush=True)  # noqa: T201
+
+    found = measure_sm_ceilings(devices, operations, args.tokens, args.sms, say, args.order)
     if args.out is not None:
         args.out.write_text(json.dumps({"machine": machine, "sm_ceilings": found}, indent=1) + "\n")
 
