@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 
 import pytest
 import torch
@@ -71,18 +72,22 @@ class Group:
             return call(*arguments, **options)
 
 
-def ends_beside(one: Group, waiting: tuple[str, int], other: Group, call: tuple[str, int], seconds: float) -> bool:
-    """Whether calls of the other group end while one rank of the first waits for its peer, which then comes."""
-    waits = one.start(0, *waiting)
+def ends_beside(
+    waiting: list[Group], first: tuple[str, int], other: Group, call: tuple[str, int], seconds: float
+) -> bool:
+    """Whether calls of the other group end while a rank of each waiting group waits in its first call for its peer,
+    which then comes."""
+    waits = [one.start(0, *first) for one in waiting]
     time.sleep(0.002)
     ends = [other.start(rank, *call) for rank in (0, 1)]
     until = time.monotonic() + seconds
     while not all(end.query() for end in ends) and time.monotonic() < until:
         time.sleep(0.0002)
     ended = all(end.query() for end in ends)
-    assert not waits.query()
-    one.start(1, *waiting)
-    for rank in (*one.ranks, *other.ranks):
+    assert not any(end.query() for end in waits)
+    for one in waiting:
+        one.start(1, *first)
+    for rank in chain(*(one.ranks for one in (*waiting, other))):
         rank.synchronize()
     return ended
 
@@ -111,18 +116,19 @@ def test_a_launch_that_waits_leaves_the_other_sms_to_another_group(pair: list[st
     with connected(cfg, pair, sms=few) as first, connected(cfg, pair, sms=rest) as second:
         assert all(rank.ring_bytes for rank in (*first, *second))
         one, other = Group(first), Group(second)
-        late = [calls for calls in product(kinds, kinds) if not ends_beside(one, calls[0], other, calls[1], SOON)]
+        late = [calls for calls in product(kinds, kinds) if not ends_beside([one], calls[0], other, calls[1], SOON)]
     assert not late
 
 
 def test_sms_that_a_launch_has_are_not_free(pair: list[str]) -> None:
-    """Without which the test above says nothing: dispatches of more CTAs than SMs that are left wait for CTAs that do
-    not start. CTAs with twins, of which each fills an SM."""
+    """Without which the test above says nothing: beside a third group a dispatch waits for CTAs that do not start. All
+    CTAs have twins, and so fill an SM, and stay until they have received."""
     have, sharing = torch.cuda.get_device_properties(0).multi_processor_count, pair.count("cuda:0")
-    rest = min(TWIN_CTAS, have // (sharing + 1))
-    with connected(CFG, pair, sms=have - sharing * rest + 8) as first, connected(CFG, pair, sms=rest) as second:
-        one, other = Group(first), Group(second)
+    few = min(TWIN_CTAS, have // (sharing + 1))
+    with ExitStack() as stack:
+        sizes = have - sharing * few, 8, few
+        one, third, other = (Group(stack.enter_context(connected(CFG, pair, sms=sms))) for sms in sizes)
         try:
-            assert not ends_beside(one, ("dispatch", MOST), other, ("dispatch", MOST), 0.1)
+            assert not ends_beside([one, third], ("dispatch", MOST), other, ("dispatch", MOST), 0.1)
         except EPTimeout:  # where ranks share a GPU, the one that comes late finds no SM either
             assert len(set(pair)) == 1
