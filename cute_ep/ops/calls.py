@@ -6,6 +6,7 @@ that time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -131,6 +132,40 @@ def dispatch(
         call = library.dispatch_directly
     made = call(x, topk_ids, sent, input_scale, comm, capacity, clear, frame, _order(comm, x))
     return Batch(comm, topk_ids, router_weights, *made)
+
+
+def dispatch_rows(
+    x: Tensor,
+    topk_ids: Tensor,
+    router_weights: Tensor | None,
+    comm: str,
+    capacity: int,
+    rows: Callable[[], int],
+    *,
+    frame: int | None = None,
+) -> Batch:
+    """`dispatch` for adapters whose host waits for the number of rows: without gradients, and with the tensors of the
+    batch that experts and combine read, of which those of rows have as many as come. Others are empty. They share
+    memory that has room for `capacity` rows.
+
+    Args:
+        rows: how many rows come. It is asked when the dispatch was sent; before where something else sees the call.
+
+    Raises:
+        EPInputError, EPTimeout: as `dispatch`.
+    """
+    if needs_op(x=x, topk_ids=topk_ids, router_weights=router_weights):
+        return dispatch(x, topk_ids, router_weights, comm, capacity=rows(), frame=frame)
+    communicator = communicator_of(comm)
+    buffers = DispatchBuffers.carve(communicator.cfg, communicator.device, capacity)
+    library.dispatch_into(x, topk_ids, router_weights, None, comm, frame, buffers)
+    count = rows()
+    made = dict.fromkeys(BUFFERS, x.new_empty(0))
+    made |= {name: buffers.first(name, count) for name in ("tokens", "row_weights")}
+    made |= {name: getattr(buffers, name) for name in ("row_offsets", "row_map", "headers", "weights")}
+    if frame is not None and buffers.frame_ids is not None:
+        made["frame_ids"] = buffers.frame_ids[: communicator.cfg.nodes * frame]
+    return Batch(comm, topk_ids, router_weights, **made)
 
 
 def combine(

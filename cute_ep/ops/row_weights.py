@@ -64,6 +64,11 @@ def dispatch_weighted(
     return WeightedRows(*_Dispatch.apply(x, topk_ids, router_weights, _Way(comm, scalars, capacity, frame)))
 
 
+def weighted_rows(batch: Batch) -> WeightedRows:
+    """A batch with the weights of its rows, which experts will apply. Has no gradients."""
+    return WeightedRows(batch.tokens, batch.row_weights, sums_of(batch))
+
+
 def sums_of(batch: Batch) -> Batch:
     """The batch for sums that are not weighted, in exact and in partial mode."""
     ones, travelled = ones_for(batch.topk_ids, batch.weights)

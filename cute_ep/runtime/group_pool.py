@@ -14,7 +14,7 @@ from cute_ep.api.config import LONGEST_S, EPConfig, in_words
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.runtime import process_connection
-from cute_ep.runtime.counts import CountExchange, Counting, ReceiveCounts, counting_config
+from cute_ep.runtime.counts import CountExchange, Counting, counting_config
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.meeting import Meeting, group_timeout
 from cute_ep.runtime.places import check_member, count_ranks
@@ -146,17 +146,6 @@ class GroupPool(Pool):
         made: dict[str, Any] = {"timeout_s": cfg.timeout_s, "ranks_per_node": cfg.ranks_per_node}
         counting = self.counting(routes.counts.size(0), sms=sms, **made)
         return counting.exchange(routes.counts, cfg.num_experts), routes
-
-    def exchange_counts(
-        self, topk_ids: torch.Tensor, cfg: EPConfig, sms: int | None = None, **options: Any
-    ) -> tuple[ReceiveCounts, RouteCounts]:
-        """`begin_counts`, and wait on the host for the other ranks' counts.
-
-        Raises:
-            EPTimeout: a rank did not come in time.
-        """
-        exchange, routes = self.begin_counts(topk_ids, cfg, sms, **options)
-        return exchange.wait(), routes
 
     def barrier(self) -> None:
         """Wait on the host until all ranks have called this: collective.

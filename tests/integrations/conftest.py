@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from cute_ep.runtime.communicator import Communicator
+from tests.integrations.absent_peer import absent_group, waits
+
+__all__ = ["absent_group", "waits"]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,69 +5,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_ep.api.errors import EPTimeout
 from cute_ep.integrations.common import pools
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from cute_ep.layouts.maps.routing import Phase
-from cute_ep.runtime import group_pool, host_words, process_connection
-from cute_ep.runtime.group_pool import GroupPool
-from tests.emulated_counts import Stream, arrive
-from tests.fake_gpu import Launches, MakeRank, report
+from cute_ep.runtime import host_words
+from tests.fake_gpu import Launches, report
 
-HIDDEN, SLOTS, EXPERTS, ROOM = 1024, 4, 8, 64
+from .absent_peer import EXPERTS, Waits
+
+HIDDEN, SLOTS, ROOM = 1024, 4, 64
 MOVED = "dispatch_rank_major"
 
 
-class Waits:
-    """What happens when the host first polls in vain: the counts of two ranks come.
-
-    Attributes:
-        tokens: of the other rank.
-        queued: what was launched by then, in each wait.
-    """
-
-    def __init__(self, launches: Launches, telling: Stream) -> None:
-        self.launches, self.telling, self.tokens = launches, telling, 3
-        self.queued: list[list[str]] = []
-        self.pool: GroupPool
-
-    def come(self, seconds: float) -> None:
-        self.queued.append(self.launches.kernels)
-        with _disable_current_modes():
-            for counting in self.pool._counting.values():
-                row = torch.zeros(counting.table.shape[1], dtype=torch.int32)
-                row[[0, 2, 2 + EXPERTS]] = self.tokens
-                arrive(counting, torch.stack([row, row]))
-        self.telling.run()
-
-
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch, launches: Launches, telling: Stream) -> Waits:
-    made = Waits(launches, telling)
-    telling.at_once = False
-    monkeypatch.setattr(host_words, "give_way", made.come)
-    return made
-
-
-@pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank) -> Any:
-    """That of rank 0 of two."""
-    monkeypatch.setattr(process_connection, "connect_checked", lambda check, cfg, group, sms: make_rank(cfg))
-    monkeypatch.setattr(group_pool, "count_ranks", lambda group, call: group.size())
-    monkeypatch.setattr(group_pool, "gather", lambda group, one: [one])
-    return SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-
-
-@pytest.fixture
-def buffer(group: Any, waits: Waits) -> Buffer:
-    made = Buffer(group)
+def buffer(absent_group: Any, waits: Waits) -> Buffer:
+    made = Buffer(absent_group)
     waits.pool = made._pool
     return made
 
@@ -174,9 +133,9 @@ def test_an_interrupted_wait_leaves_a_usable_buffer(
 
 @pytest.mark.parametrize("expand", [False, True], ids=["by rank", "expanded"])
 def test_an_elastic_buffer_sends_rows_before_the_host_polls(
-    group: Any, waits: Waits, launches: Launches, no_wait: None, expand: bool
+    absent_group: Any, waits: Waits, launches: Launches, no_wait: None, expand: bool
 ) -> None:
-    buffer = ElasticBuffer(group, num_max_tokens_per_rank=16)
+    buffer = ElasticBuffer(absent_group, num_max_tokens_per_rank=16)
     waits.pool = buffer._pool
     ids, x = torch.rand(3, EXPERTS).topk(SLOTS).indices, torch.randn(3, HIDDEN).bfloat16()
     kernel = "dispatch" if expand else MOVED

@@ -223,9 +223,9 @@ def test_the_first_call_makes_room_for_no_more_than_can_come(
     pool = SimpleNamespace(capturing=lambda: True)
     options, manager = standard.Options(static_rows=1), SimpleNamespace(world_size=8, pool=pool)
     layer = standard.CuteEPStandard(manager, tuple(sizes.values()), sp_size=shared_by, graphs=True, options=options)
-    most, ids = 8 * -(-1023 // shared_by), torch.zeros(1, top_k, dtype=torch.int64)
-    assert layer._room(ids, 1023)[0] == most * min(top_k, experts // 8)
-    assert layer._room(ids, 1023)[0] == 8 * 1023 * top_k
+    most, given = 8 * -(-1023 // shared_by), (torch.zeros(1, top_k, dtype=torch.int64), 1023, torch.zeros(1, 512))
+    assert layer._room(*given)[0] == most * min(top_k, experts // 8)
+    assert layer._room(*given)[0] == 8 * 1023 * top_k
 
 
 def test_experts_that_return_other_rows_are_refused(stubs: dict) -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
+from cute_ep.integrations.common import pools
 from cute_ep.runtime import group_pool, process_connection
 from cute_ep.runtime.communicator import Communicator
-from cute_ep.runtime.counts import ReceiveCounts
+from cute_ep.runtime.counts import CountExchange, ReceiveCounts
 from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.routes import RouteCounts, count_routes
 from tests.fake_gpu import Launches, MakeRank
@@ -86,28 +87,36 @@ def test_a_layer_with_static_room_never_waits(
     assert cfg.dispatch_format == ("fp8" if quant else "bf16") and (sms, cfg.timeout_s) == (16, 5)
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("how", ["early", "counted", "captured"])
 def test_the_host_asks_for_rows_outside_of_capture_only(
-    connected: Connected, launches: Launches, monkeypatch: pytest.MonkeyPatch, captured: bool
+    connected: Connected, launches: Launches, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
+    """And behind the dispatch, where memory for all that may come is not too much."""
     (layer,) = layers(1, {}, static_rows=RANKS * TOKENS * SLOTS - 1)
     asked: list = []
+    most, captured = RANKS * TOKENS * SLOTS, how == "captured"
 
-    def exchange(self: object, ids: torch.Tensor, cfg: EPConfig, sms: int | None) -> tuple[ReceiveCounts, RouteCounts]:
+    def begin(self: object, ids: torch.Tensor, cfg: EPConfig, sms: int | None) -> tuple[CountExchange, RouteCounts]:
         routes = count_routes(ids, cfg.num_experts, cfg.world_size)
         asked.append((routes.by_expert.tolist(), cfg.num_experts))
-        return ReceiveCounts([3, 2, 1, 0], TOKENS, 4), routes
 
-    monkeypatch.setattr(GroupPool, "exchange_counts", exchange)
+        def receive() -> ReceiveCounts:
+            assert launches.kernels == (["dispatch"] if how == "early" else [])
+            return ReceiveCounts([3, 2, 1, 0], TOKENS, 4)
+
+        return CountExchange(None, receive), routes
+
+    monkeypatch.setattr(GroupPool, "begin_counts", begin)
+    monkeypatch.setattr(pools, "EARLY_BYTES", most * HIDDEN * X.itemsize - (how == "counted"))
     monkeypatch.setattr(GroupPool, "capturing", lambda self: captured)
     monkeypatch.setattr(Communicator, "synchronize", lambda self: asked.append(self))
     rows, _, meta, ids, _ = layer.prepare(X, WEIGHTS, IDS, EXPERTS, None, False, experts_of().quant_config, False)
     if captured:
-        assert not asked and len(rows) == RANKS * TOKENS * SLOTS and meta.expert_num_tokens_cpu is None
+        assert not asked and len(rows) == most and meta.expert_num_tokens_cpu is None
         return
-    assert asked[0] == (torch.bincount(IDS.flatten(), minlength=EXPERTS).tolist(), EXPERTS) and len(asked) == 1
+    assert asked == [(torch.bincount(IDS.flatten(), minlength=EXPERTS).tolist(), EXPERTS)]
     assert len(rows) == len(ids) == 6 and meta.expert_num_tokens_cpu.tolist() == [3, 2, 1, 0]
-    assert launches.last("dispatch").values("out.capacity") == (6,)
+    assert launches.only("dispatch").values("out.capacity") == (most if how == "early" else 6,)
 
 
 @pytest.mark.parametrize("how", ["finalize", "finalize_async"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from array import array
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +14,13 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from torch import Tensor
 
 import cute_ep.ops
-from cute_ep import EPConfigError, EPError
+from cute_ep import EPCommunicator, EPConfigError, EPError
 from cute_ep.api.types import CombineMode
 from cute_ep.integrations.common import checks, pools
+from cute_ep.integrations.common.early import Way, send_early
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS
-from cute_ep.ops.row_weights import SCALAR_HIDDEN, dispatch_weighted
+from cute_ep.ops.calls import dispatch_rows
+from cute_ep.ops.row_weights import SCALAR_HIDDEN, WeightedRows, dispatch_weighted, weighted_rows
 
 LOG = logging.getLogger(__name__)
 FEWER = "lower --micro-batch-size, or raise --context-parallel-size"
@@ -99,16 +103,30 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         checks.given("routing_map", self.token_indices, device=ranks.device)
         sizes = self.num_experts, self.router_topk
         made = {"row_alignment": self.row_alignment, "ranks_per_node": ranks.ranks_per_node}
-        cfg = pools.config_for(ranks, NAMES, (hidden, *sizes, tokens), **made)
-        counts, _ = ranks.exchange_counts(self.token_indices, cfg, sms)
+        way = Way(ranks, NAMES, (hidden, *sizes, tokens), sms, made)
+        cfg = pools.config_for(ranks, NAMES, way.own, **made)
+        given = (hidden_states, self.token_indices, self.token_probs.float())
+        exchange, _ = ranks.begin_counts(self.token_indices, cfg, sms)
+
+        def send(communicator: EPCommunicator, rows: Callable[[], int]) -> WeightedRows:
+            comm = cute_ep.ops.register(communicator)
+            return weighted_rows(dispatch_rows(*given, comm, communicator.cfg.max_rows, rows))
+
+        if torch.is_grad_enabled():  # what the backward pass needs must not keep more memory than rows have come
+            received, counts = None, exchange.wait()
+        else:
+            received, counts = send_early(way, self.token_indices, exchange, send)
         every = counts.padded(self.row_alignment)
-        self.tokens_per_expert = torch.tensor(every, device="cpu")
-        comm, scalars = (
-            cute_ep.ops.register(pools.communicator_for(ranks, NAMES, (columns, *sizes, counts.tokens), sms, **made))
-            for columns in (hidden, SCALAR_HIDDEN)
-        )
-        given = hidden_states, self.token_indices, self.token_probs.float(), comm, scalars
-        received = dispatch_weighted(*given, capacity=sum(every), frame=max(counts.tokens, 1))
+        self.tokens_per_expert = torch.frombuffer(array("q", every), dtype=torch.int64)  # `torch.tensor` takes 40 us
+        if received is None:
+            comm, scalars = (
+                cute_ep.ops.register(
+                    pools.communicator_for(ranks, NAMES, (columns, *sizes, counts.tokens), sms, **made)
+                )
+                for columns in (hidden, SCALAR_HIDDEN)
+            )
+            frame = None if ranks.ranks_per_node is None else max(counts.tokens, 1)
+            received = dispatch_weighted(*given, comm, scalars, capacity=sum(every), frame=frame)
         self._batch, probs = (received.batch, tuple(received.tokens.shape)), received.weights
         self.dispatched_probs = probs.double() if self.config.moe_router_dtype == "fp64" else probs
         return received.tokens

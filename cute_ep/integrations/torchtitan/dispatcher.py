@@ -18,9 +18,11 @@ from cute_ep.api.types import CombineMode
 from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.integrations.common import checks, pools
 from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, demand, named_config, room_for
+from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE
 from cute_ep.layouts.maps.record import align_up
+from cute_ep.ops.calls import dispatch_rows
 from cute_ep.ops.library import FORWARD_OPS
-from cute_ep.ops.registry import is_open
+from cute_ep.ops.registry import communicator_of, is_open
 from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.torch_internals import AsyncCollectiveTensor, all_to_all_single
 
@@ -125,9 +127,18 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         assert self.ep_mesh is not None and self.communicator is not None
         ranks, local = self.ep_mesh.size(), self.num_experts // self.ep_mesh.size()
         factor, unit, ids = self.config.non_blocking_capacity_factor, self.alignment, topk_expert_ids_TK
+        x, scores = x_TD.to(torch.bfloat16), topk_scores_TK.float()
         if factor is None and not (compiling or torch.is_grad_enabled()):
-            found, routes = pool.exchange_counts(ids, cfg, self.config.sms)
-            rows, ids = sum(found.padded(unit)), routes.ids  # as they were counted
+            exchange, routes = pool.begin_counts(ids, cfg, self.config.sms)
+            ids, most = routes.ids, communicator_of(self.communicator).cfg.max_rows  # ids as they were counted
+
+            def arriving() -> int:
+                return sum(exchange.wait().padded(unit))
+
+            if pools.may_send_early(most * hidden * COMBINE_ITEMSIZE):
+                batch = dispatch_rows(x, ids, scores, self.communicator, most, arriving)
+                return batch.tokens.to(x_TD.dtype), batch.row_offsets.diff(), batch
+            rows = arriving()
         elif factor is None:  # by ops that torchtitan's selective checkpointing saves
             heard = all_to_all_single(counts, None, None, self.ep_mesh.get_group())
             if isinstance(heard, AsyncCollectiveTensor):  # whose ops take several times as long
@@ -136,7 +147,6 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         else:
             most = math.ceil(factor * ranks * tokens * min(self.top_k, local))
             rows = align_up(most + local * (unit - 1), unit)
-        x, scores = x_TD.to(torch.bfloat16), topk_scores_TK.float()
         sent = x, ids, scores, self.communicator
         batch = cute_ep.ops.dispatch(*sent, capacity=rows, clear=factor is not None)
         return batch.tokens.to(x_TD.dtype), batch.row_offsets.diff(), batch

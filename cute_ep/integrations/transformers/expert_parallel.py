@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 import cute_ep.ops
-from cute_ep import EPConfigError
+from cute_ep import EPCommunicator, EPConfigError
 from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.integrations.common import checks, pools
+from cute_ep.integrations.common.early import Way, send_early
 from cute_ep.integrations.transformers import experts
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.ops.calls import dispatch_rows
 
 NAMES: checks.Names = {
     "hidden": "hidden_states.shape[1]",
@@ -68,10 +71,20 @@ class CuteEP(EPImplementation):
         checks.given("hidden_states", x, device=ranks.device)
         cfg = pools.config_for(ranks, NAMES, (*sizes, len(x)))
         given = None if torch.is_grad_enabled() and weights.requires_grad else weights.detach()
-        counts, routes = ranks.exchange_counts(ids, cfg, weights=given, mask=True)
-        comm = cute_ep.ops.register(pools.communicator_for(ranks, NAMES, (*sizes, counts.tokens)))
+        exchange, routes = ranks.begin_counts(ids, cfg, weights=given, mask=True)
         wide = weights.float() if routes.weights is None else routes.weights
-        batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=sum(counts.entries))
+        sent = x.to(torch.bfloat16), routes.ids, wide
+
+        def send(communicator: EPCommunicator, rows: Callable[[], int]) -> cute_ep.ops.Batch:
+            return dispatch_rows(*sent, cute_ep.ops.register(communicator), communicator.cfg.max_rows, rows)
+
+        if torch.is_grad_enabled():
+            batch, counts = None, exchange.wait()
+        else:
+            batch, counts = send_early(Way(ranks, NAMES, (*sizes, len(x)), None, {}), routes.ids, exchange, send)
+        if batch is None:
+            comm = cute_ep.ops.register(pools.communicator_for(ranks, NAMES, (*sizes, counts.tokens)))
+            batch = cute_ep.ops.dispatch(*sent, comm, capacity=sum(counts.entries))
         out = self._run(batch.tokens[: sum(counts.entries)], batch, x.dtype)
         returned = x.dtype if x.dtype in OUTPUT_TYPES else torch.float32
         return cute_ep.ops.combine(out.to(torch.bfloat16), batch, mode="partial", dtype=returned).to(x.dtype)

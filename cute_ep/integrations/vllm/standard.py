@@ -3,6 +3,7 @@ with weight 1, so nothing is left to weight or reduce; combine applies the route
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,11 +14,12 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPInputError
 from cute_ep.integrations.common.checks import as_rows, named_config
-from cute_ep.integrations.common.pools import OwnSizes
+from cute_ep.integrations.common.pools import OwnSizes, may_send_early
 from cute_ep.integrations.vllm.layer import CuteEPLayer, PrepareInput, Sending, quantize
 from cute_ep.integrations.vllm.manager import DEFAULTS, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import max_rows
+from cute_ep.runtime.counts import ReceiveCounts
 
 
 class CuteEPStandard(CuteEPLayer):
@@ -67,16 +69,21 @@ class CuteEPStandard(CuteEPLayer):
                 kind = None if scales is None else scales.dtype
                 raise EPInputError(f"vLLM's scale factors are {kind}: must be torch.float32, one for 128 elements")
             rows, scales = as_rows(rows), scales.contiguous()
-        room, counted, ids = self._room(given.topk_ids, tokens)
+        room, counts, ids = self._room(given.topk_ids, tokens, rows)
         communicator = self._connected()
         out = DispatchBuffers.carve(communicator.cfg, communicator.device, max(room, 1))
 
         def result(batch: Dispatched) -> mk.PrepareResultType:
-            numbers = self._row_ids(batch, room, given.topk_ids.dtype)
-            rows, factors = batch.tokens[:room], None if batch.scales is None else batch.scales[:room]
-            if room and not as_it_is:
+            come, counted = room, None
+            if counts is not None:
+                found = counts()
+                come = sum(found.padded(self._cfg.alignment))
+                counted = torch.tensor(found.entries, dtype=torch.int32, device="cpu")
+            numbers = self._row_ids(batch, come, given.topk_ids.dtype)
+            rows, factors = batch.tokens[:come], None if batch.scales is None else batch.scales[:come]
+            if come and not as_it_is:
                 if counted is None:  # what is behind the last row must not take part in a scale factor of all rows
-                    place = torch.arange(room, device=batch.num_rows.device)
+                    place = torch.arange(come, device=batch.num_rows.device)
                     rows.masked_fill_((place >= batch.num_rows)[:, None], 0)
                 nvfp4 = quant.quant_dtype == "nvfp4"
                 rows, factors = quantize(rows, quant, quant.a1_gscale if nvfp4 else quant.a1_scale)
@@ -86,17 +93,21 @@ class CuteEPStandard(CuteEPLayer):
 
         return (rows, ids, weights), scales, out, result
 
-    def _room(self, topk_ids: Tensor, tokens: int) -> tuple[int, Tensor | None, Tensor]:
-        """Room for rows that come, or at most can come, with those that pad an expert's; [L] int32 rows of each local
-        expert on the CPU, None if not known there; [T, K] ids to send, as they were counted."""
+    def _room(
+        self, topk_ids: Tensor, tokens: int, rows: Tensor
+    ) -> tuple[int, Callable[[], ReceiveCounts] | None, Tensor]:
+        """Room for rows like `rows` that come, or at most can come, with those that pad an expert's; what waits for
+        their numbers, None if the host does not ask; [T, K] ids to send, as they were counted."""
         cfg = self._cfg
         most, first = self._most_rows(tokens, cfg.top_k), self._is_first()
         if most > self._options.static_rows and not self._manager.pool.capturing():
-            counts, routes = self._manager.pool.exchange_counts(topk_ids, cfg, self._options.sms)
+            exchange, routes = self._manager.pool.begin_counts(topk_ids, cfg, self._options.sms)
             if first:
                 return self._reserved_rows(), None, routes.ids
-            entries = torch.tensor(counts.entries, dtype=torch.int32, device="cpu")
-            return sum(counts.padded(cfg.alignment)), entries, routes.ids
+            if may_send_early(most * cfg.hidden * rows.itemsize):
+                return most, exchange.wait, routes.ids
+            counts = exchange.wait()
+            return sum(counts.padded(cfg.alignment)), lambda: counts, routes.ids
         return self._reserved_rows() if first else most, None, topk_ids.contiguous()
 
     def _reserved_rows(self) -> int:
