@@ -120,12 +120,12 @@ class Results(NamedTuple):
     counts: Tensor
     row_probs: Tensor
     out: Tensor
-    grad: Tensor
-    grad_probs: Tensor
+    grad: Tensor | None
+    grad_probs: Tensor | None
 
 
-def through(dispatcher: Any, routing: Tensor, *, signs: bool = False) -> Results:
-    """A pass forward and backward through experts that multiply by their number and the probability. `routing` is on
+def through(dispatcher: Any, routing: Tensor, *, signs: bool = False, back: bool = True) -> Results:
+    """A pass forward, and `back`, through experts that multiply by their number and the probability. `routing` is on
     the CPU.
 
     Values are small integers, probabilities powers of two, with `signs` also negative ones, so that every sum in any
@@ -135,14 +135,16 @@ def through(dispatcher: Any, routing: Tensor, *, signs: bool = False) -> Results
     x = torch.randint(-3, 4, (tokens, 1, HIDDEN)).bfloat16().to(DEVICE).requires_grad_()
     probs = 2.0 ** torch.randint(-1, 2, routing.shape) * routing
     probs = (probs * (1 - 2 * torch.randint(2, probs.shape)) if signs else probs).to(DEVICE).requires_grad_()
-    hidden, own = dispatcher.dispatch_preprocess(x, routing.to(DEVICE), probs)
-    rows, counts, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(hidden, own))
-    counts = counts.cpu()
-    factors = (1 + torch.arange(len(counts)) % 3).repeat_interleave(counts).to(DEVICE)
-    outputs = (rows * (row_probs * factors)[:, None]).bfloat16()
-    out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(outputs)))
-    out.backward(torch.randint(-1, 2, out.shape).bfloat16().to(DEVICE))
-    assert x.grad is not None and probs.grad is not None
+    with torch.set_grad_enabled(back):
+        hidden, own = dispatcher.dispatch_preprocess(x, routing.to(DEVICE), probs)
+        rows, counts, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(hidden, own))
+        counts = counts.cpu()
+        factors = (1 + torch.arange(len(counts)) % 3).repeat_interleave(counts).to(DEVICE)
+        outputs = (rows * (row_probs * factors)[:, None]).bfloat16()
+        out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(outputs)))
+    if back:
+        out.backward(torch.randint(-1, 2, out.shape).bfloat16().to(DEVICE))
+        assert x.grad is not None and probs.grad is not None
     return Results(rows.detach(), counts, row_probs.detach(), out.detach(), x.grad, probs.grad)
 
 
@@ -167,8 +169,9 @@ def routings(rank: int, *, even: bool = False) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_dispatchers(ep: bool) -> None:
-    """Rows, counts, probabilities, sums and gradients are those of Megatron's all-to-all, to the bit. Its gathers over
-    ranks that share experts (`ep` False) need as many entries on all ranks, over gloo."""
+    """Rows, counts, probabilities, sums and gradients are those of Megatron's all-to-all, to the bit; without gradients
+    the others, also where rows are sent before it is known how many come. Its gathers over ranks that share experts
+    (`ep` False) need as many entries on all ranks, over gloo."""
     groups, rank = groups_of(ep), dist.get_rank()
     options = {"moe_expert_capacity_factor": float(EXPERTS)}  # entries may be dropped
     reference = dispatcher_of("alltoall", groups, **options)
@@ -181,8 +184,11 @@ def check_dispatchers(ep: bool) -> None:
             wanted = through(reference, routing, signs=signs)
             torch.set_rng_state(state)
             got = through(own, routing, signs=signs)
-            for field, one, other in zip(Results._fields, got, wanted, strict=True):
+            torch.set_rng_state(state)
+            plain = through(own, routing, signs=signs, back=False)
+            for field, one, other, third in zip(Results._fields, got, wanted, plain, strict=True):
                 assert torch.equal(one, other), f"{kind}, {name}: {field}\n{one}\n{other}"
+                assert third is None or torch.equal(third, other), f"{kind}, {name}: {field}\n{third}\n{other}"
 
 
 def check_padding() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +16,8 @@ from cute_ep.runtime.counts import CountExchange, ReceiveCounts
 from cute_ep.runtime.group_pool import GroupPool
 
 Sent = TypeVar("Sent")
+CODES = {torch.int32: "i", torch.int64: "q"}
+"""What `array` calls types."""
 
 
 class Way(NamedTuple):
@@ -32,6 +35,11 @@ class Way(NamedTuple):
         hidden, experts, top_k, _ = self.own
         cfg = config_for(self.ranks, self.names, (hidden, experts, top_k, 1), **self.options)
         return self.ranks.known(cfg, self.sms)
+
+
+def host_tensor(numbers: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The numbers, at least one, on the CPU. `torch.tensor` takes 40 us for 128 of them (a CPU, 2026-11-28)."""
+    return torch.frombuffer(array(CODES[dtype], numbers), dtype=dtype)
 
 
 def send_early(

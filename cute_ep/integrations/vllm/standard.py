@@ -14,6 +14,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPInputError
 from cute_ep.integrations.common.checks import as_rows, named_config
+from cute_ep.integrations.common.early import host_tensor
 from cute_ep.integrations.common.pools import OwnSizes, may_send_early
 from cute_ep.integrations.vllm.layer import CuteEPLayer, PrepareInput, Sending, quantize
 from cute_ep.integrations.vllm.manager import DEFAULTS, CuteEPAll2AllManager, Options
@@ -77,8 +78,7 @@ class CuteEPStandard(CuteEPLayer):
             come, counted = room, None
             if counts is not None:
                 found = counts()
-                come = sum(found.padded(self._cfg.alignment))
-                counted = torch.tensor(found.entries, dtype=torch.int32, device="cpu")
+                come, counted = sum(found.padded(self._cfg.alignment)), host_tensor(found.entries, torch.int32)
             numbers = self._row_ids(batch, come, given.topk_ids.dtype)
             rows, factors = batch.tokens[:come], None if batch.scales is None else batch.scales[:come]
             if come and not as_it_is:
