@@ -26,7 +26,8 @@ from cute_ep.ops.registry import communicator_of, registered
 class Batch(NamedTuple):
     """One rank's share of a dispatched batch as plain tensors: those of `DispatchBuffers`, and these.
 
-    Tensors that the configuration has not are empty, and `frame_ids` has the rows of the batch's frames. Rows behind
+    Tensors that the configuration has not are empty, in batches of adapters also what neither experts nor combine read,
+    and `frame_ids` has the rows of the batch's frames. Rows behind
     the last one and their `src_info` hold anything, and so does `row_map` of tokens that do not exist, unless dispatch
     was told to clear them.
 
@@ -141,12 +142,10 @@ def dispatch_rows(
     comm: str,
     capacity: int,
     rows: Callable[[], int],
-    *,
-    frame: int | None = None,
 ) -> Batch:
-    """`dispatch` for adapters whose host waits for the number of rows: without gradients, and with the tensors of the
-    batch that experts and combine read, of which those of rows have as many as come. Others are empty. They share
-    memory that has room for `capacity` rows.
+    """`dispatch` on one node for adapters whose host waits for the number of rows: without gradients, and with those
+    tensors of the batch that experts and combine read, of which those of rows have as many as come. All others are
+    empty, so `Batch.dispatched` is of no use. They share memory that has room for `capacity` rows.
 
     Args:
         rows: how many rows come. It is asked when the dispatch was sent; before where something else sees the call.
@@ -155,16 +154,14 @@ def dispatch_rows(
         EPInputError, EPTimeout: as `dispatch`.
     """
     if needs_op(x=x, topk_ids=topk_ids, router_weights=router_weights):
-        return dispatch(x, topk_ids, router_weights, comm, capacity=rows(), frame=frame)
+        return dispatch(x, topk_ids, router_weights, comm, capacity=rows())
     communicator = communicator_of(comm)
     buffers = DispatchBuffers.carve(communicator.cfg, communicator.device, capacity)
-    library.dispatch_into(x, topk_ids, router_weights, None, comm, frame, buffers)
+    library.dispatch_into(x, topk_ids, router_weights, None, comm, None, buffers)
     count = rows()
     made = dict.fromkeys(BUFFERS, x.new_empty(0))
     made |= {name: buffers.first(name, count) for name in ("tokens", "row_weights")}
     made |= {name: getattr(buffers, name) for name in ("row_offsets", "row_map", "headers", "weights")}
-    if frame is not None and buffers.frame_ids is not None:
-        made["frame_ids"] = buffers.frame_ids[: communicator.cfg.nodes * frame]
     return Batch(comm, topk_ids, router_weights, **made)
 
 

@@ -45,6 +45,7 @@ class GroupPool(Pool):
         rank, size: of this process in the group.
         device: where tensors of calls are: the current GPU of the first call, or the CPU if there is none.
         timeout_s: `timeout_of` the group, when it was first used: a framework may shorten it later.
+        latest: what users have learnt of the most tokens of a rank in their last call of a configuration.
 
     Raises:
         EPConfigError: this process is no rank of the group.
@@ -56,6 +57,7 @@ class GroupPool(Pool):
         self.group = group
         self.rank, self.size = group.rank(), group.size()
         self.timeout_s = timeout_of(group)
+        self.latest: dict[EPConfig, int] = {}
         self._meeting: Meeting | None = None  # of `barrier`
         self._found: dict[Hashable, EPCommunicator] = {}  # what `get` has answered
         self._counting: dict[EPCommunicator, Counting] = {}  # made anew they would be empty in a graph's capture
@@ -95,6 +97,7 @@ class GroupPool(Pool):
             opened = self.open(cfg, sms, opening)
         except EPConfigError as error:
             raise EPConfigError(in_words(str(error), names)) from None
+        self._found.clear()  # smaller calls find the roomiest
         self._found[cfg, sms] = opened.first
         return opened.first
 

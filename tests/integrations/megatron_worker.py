@@ -192,7 +192,8 @@ def check_dispatchers(ep: bool) -> None:
 
 
 def check_padding() -> None:
-    """Each expert's rows become a multiple of 16, with rows of zeros and probability 0; nothing else changes."""
+    """Each expert's rows become a multiple of 16, with rows of zeros and probability 0; nothing else changes. The same
+    without gradients."""
     groups, rank = groups_of(True), dist.get_rank()
     plain, padded = (
         dispatcher_of("exact", groups, moe_router_padding_for_quantization=padding) for padding in (False, True)
@@ -213,6 +214,10 @@ def check_padding() -> None:
             assert not got.rows[start + count : end].any() and not got.row_probs[start + count : end].any(), name
         for field in ("out", "grad", "grad_probs"):
             assert torch.equal(getattr(got, field), getattr(wanted, field)), f"{name}: {field}"
+        torch.set_rng_state(state)
+        early = through(padded, routing, back=False)
+        for field in ("rows", "counts", "row_probs", "out"):
+            assert torch.equal(getattr(early, field), getattr(got, field)), f"{name}: {field}"
 
 
 def trained(kind: str, groups: ProcessGroupCollection, recompute: bool) -> list[Tensor]:

@@ -33,13 +33,16 @@ def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(tokens, HIDDEN).bfloat16(), ids, torch.rand(tokens, SLOTS)
 
 
-def megatron(group: Any, monkeypatch: pytest.MonkeyPatch) -> Call:
+def megatron(group: Any, monkeypatch: pytest.MonkeyPatch, *, padded: bool = False) -> Call:
     pytest.importorskip("megatron.core", reason="needs Megatron-core: pip install megatron-core==0.16.1")
     from cute_ep.integrations.megatron import CuteEPManager
 
     config = SimpleNamespace(
         overlap_moe_expert_parallel_comm=False,
-        moe_router_padding_for_quantization=False,
+        moe_router_padding_for_quantization=padded,
+        fp8=None,
+        fp8_recipe=None,
+        fp4=None,
         moe_router_dtype="fp32",
         moe_deepep_num_sms=None,
     )
@@ -173,6 +176,14 @@ def test_a_rank_with_too_many_tokens_sends_none_and_all_send_again(
     assert counts.kernel == MOVED and early.values("input.tokens", "out.capacity") == (0, MOST)
     assert again.values("input.tokens", "out.capacity") == (ROOM + 6, RANKS * (ROOM + 6))
     assert rows.data_ptr() == again.arguments["out.tokens"] and combine().shape == (ROOM + 6, HIDDEN)
+    second = len(launches)
+    call(ROOM + 6)
+    assert dispatches(launches, second) == [MOVED, "dispatch"], "the next call makes room for as many"
+    assert launches.last("dispatch").arguments["out.capacity"] == 2 * MOST
+    waits.tokens = 3
+    for room in (2 * MOST, MOST):
+        call(3)
+        assert launches.last("dispatch").arguments["out.capacity"] == room
 
 
 def test_a_rank_sends_again_where_another_had_too_many_tokens(
@@ -186,6 +197,19 @@ def test_a_rank_sends_again_where_another_had_too_many_tokens(
     sent = [one for one in list(launches)[first:] if one.kernel == "dispatch"]
     assert [one.arguments["input.tokens"] for one in sent] == [5, 5]
     assert sent[1].values("out.tokens", "out.capacity") == (rows.data_ptr(), RANKS * (ROOM + 1))
+
+
+def test_padding_has_room_and_is_returned(
+    absent_group: Any, waits: Waits, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each expert's rows become a multiple of 16."""
+    monkeypatch.setattr(pools.SHARED, "_pools", {})
+    waits.pool = pools.pool_of(absent_group)
+    call, experts = megatron(absent_group, monkeypatch, padded=True), EXPERTS // RANKS
+    call(3)
+    rows, _ = call(3)
+    assert launches.last("dispatch").arguments["out.capacity"] == max_rows(RANKS * ROOM * SLOTS, experts, 16) > MOST
+    assert len(rows) == 16, "all rows are of one expert"
 
 
 def test_with_gradients_nothing_is_sent_early(

@@ -8,21 +8,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from cute_ep import DispatchBuffers, EPCommunicator
-from cute_ep.integrations.common.checks import Names
+from cute_ep import DispatchBuffers, EPCommunicator, EPConfig
+from cute_ep.integrations.common.checks import Names, room_for
 from cute_ep.integrations.common.pools import OwnSizes, config_for, may_send_early
-from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE
+from cute_ep.layouts.maps.routing import max_rows
 from cute_ep.runtime.counts import CountExchange, ReceiveCounts
 from cute_ep.runtime.group_pool import GroupPool
 
 Sent = TypeVar("Sent")
+Send = Callable[[EPCommunicator, int, Callable[[], int]], Sent]
 CODES = {torch.int32: "i", torch.int64: "q"}
 """What `array` calls types."""
 
 
 class Way(NamedTuple):
-    """What finds the communicators of calls whose host waits: as of `pools.communicator_for`. `own` is with as many
-    tokens as this rank has, `options` are the same on all ranks."""
+    """What finds the communicators of calls whose host waits, as of `pools.communicator_for`; the same on all ranks but
+    for the tokens of `own`."""
 
     ranks: GroupPool
     names: Names
@@ -30,33 +31,33 @@ class Way(NamedTuple):
     sms: int | None
     options: dict[str, Any]
 
-    def known(self) -> EPCommunicator | None:
-        """The communicator that all ranks find before they know each other's tokens; None: there is none yet."""
+    def config(self) -> EPConfig:
+        """The configuration that all ranks know before they know each other's tokens."""
         hidden, experts, top_k, _ = self.own
-        cfg = config_for(self.ranks, self.names, (hidden, experts, top_k, 1), **self.options)
-        return self.ranks.known(cfg, self.sms)
+        return config_for(self.ranks, self.names, (hidden, experts, top_k, 1), **self.options)
 
 
 def host_tensor(numbers: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """The numbers, at least one, on the CPU. `torch.tensor` takes 40 us for 128 of them (a CPU, 2026-11-28)."""
+    """The numbers, at least one, int32 or int64, on the CPU. `torch.tensor` takes 40 us for 128 of them (a CPU,
+    2026-11-28)."""
     return torch.frombuffer(array(CODES[dtype], numbers), dtype=dtype)
 
 
 def send_early(
-    way: Way,
-    ids: torch.Tensor,
-    exchange: CountExchange,
-    send: Callable[[EPCommunicator, Callable[[], int]], Sent],
+    way: Way, ids: torch.Tensor, exchange: CountExchange, send: Send[Sent]
 ) -> tuple[Sent | None, ReceiveCounts]:
-    """Send bfloat16 rows, if there is a communicator and memory for all that may come of its most tokens is not too
-    much, and wait for the counts. All ranks decide alike. Over nodes none is sent early: a dispatch there is told the
-    most tokens of a rank.
+    """Send bfloat16 rows into memory for all that may come, if that is not too much, and wait for the counts. Nothing
+    is sent in the first call of a way, and over nodes, where a dispatch is told the most tokens of a rank. Ranks that
+    have made the same calls decide alike. For calls without gradients: what is returned keeps all of the memory.
+
+    Memory is for as many tokens of a rank as the call before had, rounded up (`room_for`). A rank with more sends none,
+    and then all ranks must send again.
 
     Args:
         ids: [T, K] of the rows.
         exchange: of the ranks' counts, which has begun.
-        send: makes a dispatch on a communicator, with room for `cfg.max_rows`; then asks its second argument how many
-            rows, padding included, come.
+        send: makes a dispatch on a communicator, into memory for so many rows; then it must ask its last argument,
+            once, how many rows, padding included, have come.
 
     Returns:
         What `send` has returned, None unless all rows have come; the counts.
@@ -64,23 +65,26 @@ def send_early(
     Raises:
         What `send` raises, and `CountExchange.wait`.
     """
-    communicator, found = way.known(), list[ReceiveCounts]()
-    if communicator is None or way.ranks.ranks_per_node is not None:
-        return None, exchange.wait()
-    cfg = communicator.cfg
-    if not may_send_early(cfg.max_rows * cfg.hidden * COMBINE_ITEMSIZE):
-        return None, exchange.wait()
+    ranks, key, found = way.ranks, way.config(), list[ReceiveCounts]()
+    communicator, latest = ranks.known(key, way.sms), ranks.latest.get(key)
+    made, most = None, 0
+    if communicator is not None and latest is not None and communicator.cfg.nodes == 1:
+        cfg = communicator.cfg
+        most = min(room_for(latest), cfg.max_tokens_per_rank)
+        room = max_rows(ranks.size * most * cfg.top_k, cfg.groups, cfg.alignment)
 
-    def arrived() -> int:
-        found.append(exchange.wait())
-        return min(sum(found[0].padded(cfg.alignment)), cfg.max_rows)
+        def arrived() -> int:
+            found.append(exchange.wait())
+            return min(sum(found[0].padded(cfg.alignment)), room)
 
-    made = None
-    if len(ids) <= cfg.max_tokens_per_rank:
-        made = send(communicator, arrived)
-    else:  # too many: the others' dispatches must not wait for this rank
-        nothing = torch.empty((0, cfg.hidden), dtype=torch.bfloat16, device=ids.device)
-        communicator.dispatch(nothing, ids[:0], out=DispatchBuffers.carve(cfg, communicator.device))
-        arrived()
-    counts = found[0]
-    return (made if counts.tokens <= cfg.max_tokens_per_rank else None), counts
+        if may_send_early(room * cfg.hidden * torch.bfloat16.itemsize):
+            if len(ids) <= most:
+                made = send(communicator, room, arrived)
+            else:  # the others' dispatches must not wait for this rank
+                nothing = torch.empty((0, cfg.hidden), dtype=torch.bfloat16, device=ids.device)
+                out = DispatchBuffers.carve(cfg, communicator.device, room)
+                communicator.dispatch(nothing, ids[:0], out=out)
+                arrived()
+    counts = found[0] if found else exchange.wait()
+    ranks.latest[key] = counts.tokens
+    return (made if counts.tokens <= most else None), counts

@@ -107,9 +107,8 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         given = (hidden_states, self.token_indices, self.token_probs.float())
         exchange, _ = ranks.begin_counts(self.token_indices, cfg, sms)
 
-        def send(communicator: EPCommunicator, rows: Callable[[], int]) -> WeightedRows:
-            comm = cute_ep.ops.register(communicator)
-            return weighted_rows(dispatch_rows(*given, comm, communicator.cfg.max_rows, rows))
+        def send(communicator: EPCommunicator, room: int, rows: Callable[[], int]) -> WeightedRows:
+            return weighted_rows(dispatch_rows(*given, cute_ep.ops.register(communicator), room, rows))
 
         if torch.is_grad_enabled():  # what the backward pass needs must not keep more memory than rows have come
             received, counts = None, exchange.wait()

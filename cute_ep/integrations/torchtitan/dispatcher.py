@@ -18,7 +18,6 @@ from cute_ep.api.types import CombineMode
 from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.integrations.common import checks, pools
 from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, demand, named_config, room_for
-from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.calls import dispatch_rows
 from cute_ep.ops.library import FORWARD_OPS
@@ -135,7 +134,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
             def arriving() -> int:
                 return sum(exchange.wait().padded(unit))
 
-            if pools.may_send_early(most * hidden * COMBINE_ITEMSIZE):
+            if pools.may_send_early(most * hidden * torch.bfloat16.itemsize):
                 batch = dispatch_rows(x, ids, scores, self.communicator, most, arriving)
                 return batch.tokens.to(x_TD.dtype), batch.row_offsets.diff(), batch
             rows = arriving()

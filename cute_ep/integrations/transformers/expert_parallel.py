@@ -75,8 +75,8 @@ class CuteEP(EPImplementation):
         wide = weights.float() if routes.weights is None else routes.weights
         sent = x.to(torch.bfloat16), routes.ids, wide
 
-        def send(communicator: EPCommunicator, rows: Callable[[], int]) -> cute_ep.ops.Batch:
-            return dispatch_rows(*sent, cute_ep.ops.register(communicator), communicator.cfg.max_rows, rows)
+        def send(communicator: EPCommunicator, room: int, rows: Callable[[], int]) -> cute_ep.ops.Batch:
+            return dispatch_rows(*sent, cute_ep.ops.register(communicator), room, rows)
 
         if torch.is_grad_enabled():
             batch, counts = None, exchange.wait()
