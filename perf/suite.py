@@ -204,16 +204,15 @@ def run_suite(suite: Suite, sections: Sequence[str]) -> None:
     work("compiled", lambda: suite.measure_compiled(memory))
 
     def others() -> None:
-        rows, versions = suite.run["peers"], suite.run.get("peer_versions", {})
+        rows, versions, notes = suite.run["peers"], suite.run.get("peer_versions", {}), suite.run["notes"]
 
         def save(found: dict) -> None:
             suite.run |= {"peers": rows + found["rows"], "peer_versions": versions | found["versions"]}
+            suite.run["notes"] = notes + found["notes"]
             suite.save()
 
         count, names = len(dict.fromkeys(suite.devices)), suite.peers
-        found = peers.run_peers(count, MAIN, suite.quick, suite.say, names, save=save, packages=suite.packages)
-        for text in found["notes"]:
-            suite.note(text, failure=False)
+        peers.run_peers(count, MAIN, suite.quick, suite.say, names, save=save, packages=suite.packages)
 
     work("peers", others)
 

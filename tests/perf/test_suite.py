@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +123,20 @@ def test_a_section_that_fails_becomes_a_note(tmp_path: Path, monkeypatch: pytest
     check_that_more_can_be_added(made, content)
 
 
+def check_that_what_failed_is_kept(made: suite.Suite, content: dict) -> None:
+    """Also where the run is stopped while other peers are still at work."""
+
+    def stopped(*words: object, save: Callable[[dict], None], **options: object) -> dict:
+        save({"rows": [], "versions": {}, "notes": ["nccl_ep: failed: a reason"]})
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(peers, "run_peers", stopped)
+        suite.run_suite(made, ("peers",))
+    kept = json.loads((made.folder / suite.RUN).read_text())
+    assert kept["notes"] == [*content["notes"], "nccl_ep: failed: a reason"] and kept["peers"] == content["peers"]
+
+
 def check_that_more_can_be_added(made: suite.Suite, content: dict) -> None:
     """Sections of another call, where nothing but that has changed; ceilings are not measured again."""
     known = example_run()["peers"][:1]
@@ -134,6 +149,7 @@ def check_that_more_can_be_added(made: suite.Suite, content: dict) -> None:
     assert both["machine"]["command"] == "python -m perf.suite --quick && python -m perf.suite --quick"
     assert both["peers"] == known and both["notes"][:-1] == content["notes"]
     assert both["notes"][-1].startswith("deepep_v2: failed")
+    check_that_what_failed_is_kept(more, both)
     with pytest.raises(ValueError, match="is of commit feedf"):
         suite.Suite(["cpu"], made.folder, None, True, made.console, "dead" * 10).add_to(content, ("peers",))
     with pytest.raises(ValueError, match=f"has sweep, {known[0]['peer']} already"):
