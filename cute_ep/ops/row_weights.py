@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from cute_ep.adjoints import ones_for
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
-from cute_ep.ops.calls import Batch, combine, dispatch
+from cute_ep.ops.calls import Batch, combine, dispatch, dispatch_rows
 
 SCALAR_HIDDEN = VECTOR_BYTES // 2
 """`EPConfig.hidden` of the communicator on which gradients of weights go home: the least, one vector of bfloat16."""
@@ -43,6 +43,7 @@ def dispatch_weighted(
     scalars: str,
     capacity: int,
     frame: int | None = None,
+    rows: int | None = None,
 ) -> WeightedRows:
     """As `cute_ep.ops.dispatch`, differentiable in tokens and router weights.
 
@@ -57,11 +58,12 @@ def dispatch_weighted(
         scalars: name of one that differs from it by its `hidden`, SCALAR_HIDDEN.
         capacity: rows to make room for; as many as come, or experts must leave those behind the last one alone.
         frame: as of `cute_ep.ops.dispatch`.
+        rows: on one node, how many come, and are returned of those that there is room for; None: all are returned.
 
     Raises:
         EPInputError, EPTimeout: as `EPCommunicator.dispatch`.
     """
-    return WeightedRows(*_Dispatch.apply(x, topk_ids, router_weights, _Way(comm, scalars, capacity, frame)))
+    return WeightedRows(*_Dispatch.apply(x, topk_ids, router_weights, _Way(comm, scalars, capacity, frame, rows)))
 
 
 def weighted_rows(batch: Batch) -> WeightedRows:
@@ -83,18 +85,27 @@ def sums_of(batch: Batch) -> Batch:
 
 
 class _Way(NamedTuple):
-    """Which way rows go and come home: the communicators of tokens and of scalars, room for how many rows, frames."""
+    """Which way rows go and come home: the communicators of tokens and of scalars, room for how many rows, frames, how
+    many rows come if that is known."""
 
     comm: str
     scalars: str
     capacity: int
     frame: int | None
+    rows: int | None
+
+    def dispatch(self, comm: str, x: Tensor, ids: Tensor, weights: Tensor | None) -> Batch:
+        """On one of the communicators."""
+        come = self.rows
+        if come is None:
+            return dispatch(x, ids, weights, comm, capacity=self.capacity, frame=self.frame)
+        return dispatch_rows(x, ids, weights, comm, self.capacity, lambda: come)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, way: _Way) -> tuple[Tensor, Tensor, Batch]:
-        batch = dispatch(x, ids, weights, way.comm, capacity=way.capacity, frame=way.frame)
+        batch = way.dispatch(way.comm, x, ids, weights)
         sums = sums_of(batch)
         ctx.way = way
         ctx.save_for_backward(*sums[1:])
@@ -114,7 +125,7 @@ class _Dispatch(torch.autograd.Function):
 def _send_home(values: Tensor, ids: Tensor, way: _Way) -> Tensor:
     """[T, K] float32 of [capacity] float32 values of rows, bit for bit; 0 where masked."""
     nothing = torch.zeros(len(ids), SCALAR_HIDDEN, dtype=torch.bfloat16, device=ids.device)
-    batch = dispatch(nothing, ids, None, way.scalars, capacity=len(values), frame=way.frame)
+    batch = way.dispatch(way.scalars, nothing, ids, None)
     rows = torch.zeros(len(values), VECTOR_BYTES // 4, dtype=torch.float32, device=ids.device)
     rows[:, 0] = values
     home = combine(rows.view(torch.bfloat16), batch, mode="unweighted")

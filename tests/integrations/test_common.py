@@ -7,6 +7,7 @@ import pytest
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import LEAST_TOKENS, alignment_for, room_for
+from cute_ep.integrations.common.pools import room_of
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 from cute_ep.runtime.counts import ReceiveCounts
 
@@ -37,6 +38,13 @@ def test_too_many_tokens_are_refused_with_what_to_do() -> None:
         EPInputError, match=r"x.shape\[0\] = 32769: must not exceed 32768 .*; raise --context-parallel-size"
     ):
         checks.most("x.shape[0]", MAX_TOKENS_PER_RANK + 1, "raise --context-parallel-size")
+
+
+def test_rows_have_room_of_few_sizes() -> None:
+    """At least one row, and less than a sixteenth more than come."""
+    assert [room_of(rows) for rows in (0, 1, 31, 33, 4095, 4096, 4097)] == [1, 1, 31, 34, 4096, 4096, 4352]
+    assert all(rows <= room_of(rows) < rows * 17 / 16 for rows in range(1, 5000))
+    assert len({room_of(rows) for rows in range(1 << 15, 1 << 16)}) == 16 + 1
 
 
 @pytest.mark.parametrize(("multiple", "alignment"), [(1, 1), (16, 16), (32, 64), (128, 128)])

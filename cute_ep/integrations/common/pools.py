@@ -35,6 +35,13 @@ def may_send_early(nbytes: int) -> bool:
     return nbytes <= EARLY_BYTES
 
 
+def room_of(rows: int) -> int:
+    """Rows to make room for where so many come, less than a sixteenth more. So sizes come again, and the compiled
+    launcher repeats what was launched for one."""
+    step = 1 << max(0, rows.bit_length() - 5)
+    return max(1, -(-rows // step) * step)
+
+
 def config_for(pool: GroupPool, names: Names, own: OwnSizes, **options: Any) -> EPConfig:
     """That of `communicator_for`. EPInputError: an argument breaks its rule."""
     return roomy_config(names, (*own, pool.size), timeout_s=pool.timeout_s, **options)

@@ -100,34 +100,40 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         checks.most("hidden_states.shape[0]", tokens, FEWER)
         checks.require(tokens == routed, "hidden_states.shape[0] = {}: must be {}, as of routing_map", tokens, routed)
         checks.given("routing_map", self.token_indices, device=ranks.device)
-        sizes = self.num_experts, self.router_topk
         made = {"row_alignment": self.row_alignment, "ranks_per_node": ranks.ranks_per_node}
-        way = Way(ranks, NAMES, (hidden, *sizes, tokens), sms, made)
-        cfg = pools.config_for(ranks, NAMES, way.own, **made)
-        given = (hidden_states, self.token_indices, self.token_probs.float())
-        exchange, _ = ranks.begin_counts(self.token_indices, cfg, sms)
+        way = Way(ranks, NAMES, (hidden, self.num_experts, self.router_topk, tokens), sms, made)
+        received, every = self._received(way, hidden_states, self.token_indices, self.token_probs.float())
+        self.tokens_per_expert = host_tensor(every, torch.int64)
+        self._batch, probs = (received.batch, tuple(received.tokens.shape)), received.weights
+        self.dispatched_probs = probs.double() if self.config.moe_router_dtype == "fp64" else probs
+        return received.tokens
+
+    def _received(self, way: Way, x: Tensor, ids: Tensor, probs: Tensor) -> tuple[WeightedRows, list[int]]:
+        """What comes of all ranks' tokens, and each local expert's rows."""
+        ranks, _, own, sms, made = way
+        exchange, _ = ranks.begin_counts(ids, pools.config_for(ranks, NAMES, own, **made), sms)
 
         def send(communicator: EPCommunicator, room: int, rows: Callable[[], int]) -> WeightedRows:
-            return weighted_rows(dispatch_rows(*given, cute_ep.ops.register(communicator), room, rows))
+            return weighted_rows(dispatch_rows(x, ids, probs, cute_ep.ops.register(communicator), room, rows))
 
         if torch.is_grad_enabled():  # what the backward pass needs must not keep more memory than rows have come
             received, counts = None, exchange.wait()
         else:
-            received, counts = send_early(way, self.token_indices, exchange, send)
+            received, counts = send_early(way, ids, exchange, send)
         every = counts.padded(self.row_alignment)
-        self.tokens_per_expert = host_tensor(every, torch.int64)
         if received is None:
+            hidden, experts, top_k, _ = own
             comm, scalars = (
-                cute_ep.ops.register(
-                    pools.communicator_for(ranks, NAMES, (columns, *sizes, counts.tokens), sms, **made)
-                )
+                pools.communicator_for(ranks, NAMES, (columns, experts, top_k, counts.tokens), sms, **made)
                 for columns in (hidden, SCALAR_HIDDEN)
             )
-            frame = None if ranks.ranks_per_node is None else max(counts.tokens, 1)
-            received = dispatch_weighted(*given, comm, scalars, capacity=sum(every), frame=frame)
-        self._batch, probs = (received.batch, tuple(received.tokens.shape)), received.weights
-        self.dispatched_probs = probs.double() if self.config.moe_router_dtype == "fp64" else probs
-        return received.tokens
+            names: tuple[str, str] = cute_ep.ops.register(comm), cute_ep.ops.register(scalars)
+            come = sum(every)
+            if ranks.ranks_per_node is None:
+                received = dispatch_weighted(x, ids, probs, *names, capacity=pools.room_of(come), rows=come)
+            else:
+                received = dispatch_weighted(x, ids, probs, *names, capacity=come, frame=max(counts.tokens, 1))
+        return received, every
 
     def combine(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False

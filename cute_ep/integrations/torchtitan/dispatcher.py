@@ -22,6 +22,7 @@ from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.calls import dispatch_rows
 from cute_ep.ops.library import FORWARD_OPS
 from cute_ep.ops.registry import communicator_of, is_open
+from cute_ep.runtime.counts import CountExchange
 from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.torch_internals import AsyncCollectiveTensor, all_to_all_single
 
@@ -129,16 +130,9 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         x, scores = x_TD.to(torch.bfloat16), topk_scores_TK.float()
         if factor is None and not (compiling or torch.is_grad_enabled()):
             exchange, routes = pool.begin_counts(ids, cfg, self.config.sms)
-            ids, most = routes.ids, communicator_of(self.communicator).cfg.max_rows  # ids as they were counted
-
-            def arriving() -> int:
-                return sum(exchange.wait().padded(unit))
-
-            if pools.may_send_early(most * hidden * torch.bfloat16.itemsize):
-                batch = dispatch_rows(x, ids, scores, self.communicator, most, arriving)
-                return batch.tokens.to(x_TD.dtype), batch.row_offsets.diff(), batch
-            rows = arriving()
-        elif factor is None:  # by ops that torchtitan's selective checkpointing saves
+            batch = self._send(self.communicator, exchange, x, routes.ids, scores)  # ids as they were counted
+            return batch.tokens.to(x_TD.dtype), batch.row_offsets.diff(), batch
+        if factor is None:  # by ops that torchtitan's selective checkpointing saves
             heard = all_to_all_single(counts, None, None, self.ep_mesh.get_group())
             if isinstance(heard, AsyncCollectiveTensor):  # whose ops take several times as long
                 heard = heard.wait()
@@ -149,6 +143,18 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         sent = x, ids, scores, self.communicator
         batch = cute_ep.ops.dispatch(*sent, capacity=rows, clear=factor is not None)
         return batch.tokens.to(x_TD.dtype), batch.row_offsets.diff(), batch
+
+    def _send(self, comm: str, exchange: CountExchange, x: Tensor, ids: Tensor, scores: Tensor) -> cute_ep.ops.Batch:
+        """A dispatch without gradients, before it is known how many rows come if that takes not too much memory."""
+
+        def arriving() -> int:
+            return sum(exchange.wait().padded(self.alignment))
+
+        room = communicator_of(comm).cfg.max_rows
+        if pools.may_send_early(room * x.shape[1] * x.itemsize):
+            return dispatch_rows(x, ids, scores, comm, room, arriving)
+        come = arriving()
+        return dispatch_rows(x, ids, scores, comm, pools.room_of(come), lambda: come)
 
     def combine(self, routed_output_RD: Tensor, metadata: cute_ep.ops.Batch, x_TD: Tensor) -> Tensor:
         """The experts' rows, [R, D], to [T, D] sums of each token's rows times its scores, of the type of `x_TD`."""

@@ -83,8 +83,11 @@ class CuteEP(EPImplementation):
         else:
             batch, counts = send_early(Way(ranks, NAMES, (*sizes, len(x)), None, {}), routes.ids, exchange, send)
         if batch is None:
-            comm = cute_ep.ops.register(pools.communicator_for(ranks, NAMES, (*sizes, counts.tokens)))
-            batch = cute_ep.ops.dispatch(*sent, comm, capacity=sum(counts.entries))
+            comm, come = pools.communicator_for(ranks, NAMES, (*sizes, counts.tokens)), sum(counts.entries)
+            if torch.is_grad_enabled():
+                batch = cute_ep.ops.dispatch(*sent, cute_ep.ops.register(comm), capacity=come)
+            else:
+                batch = send(comm, pools.room_of(come), lambda: come)
         out = self._run(batch.tokens[: sum(counts.entries)], batch, x.dtype)
         returned = x.dtype if x.dtype in OUTPUT_TYPES else torch.float32
         return cute_ep.ops.combine(out.to(torch.bfloat16), batch, mode="partial", dtype=returned).to(x.dtype)
