@@ -27,9 +27,8 @@ class Batch(NamedTuple):
     """One rank's share of a dispatched batch as plain tensors: those of `DispatchBuffers`, and these.
 
     Tensors that the configuration has not are empty, in batches of adapters also what neither experts nor combine read,
-    and `frame_ids` has the rows of the batch's frames. Rows behind
-    the last one and their `src_info` hold anything, and so does `row_map` of tokens that do not exist, unless dispatch
-    was told to clear them.
+    and `frame_ids` has the rows of the batch's frames. Rows behind the last one and their `src_info` hold anything, and
+    so does `row_map` of tokens that do not exist, unless dispatch was told to clear them.
 
     Attributes:
         comm: name of the communicator.

@@ -78,17 +78,19 @@ class CuteEP(EPImplementation):
         def send(communicator: EPCommunicator, room: int, rows: Callable[[], int]) -> cute_ep.ops.Batch:
             return dispatch_rows(*sent, cute_ep.ops.register(communicator), room, rows)
 
-        if torch.is_grad_enabled():
-            batch, counts = None, exchange.wait()
-        else:
+        batch, without = None, not torch.is_grad_enabled()
+        if without:
             batch, counts = send_early(Way(ranks, NAMES, (*sizes, len(x)), None, {}), routes.ids, exchange, send)
+        else:
+            counts = exchange.wait()
+        come = sum(counts.entries)
         if batch is None:
-            comm, come = pools.communicator_for(ranks, NAMES, (*sizes, counts.tokens)), sum(counts.entries)
-            if torch.is_grad_enabled():
-                batch = cute_ep.ops.dispatch(*sent, cute_ep.ops.register(comm), capacity=come)
-            else:
+            comm = pools.communicator_for(ranks, NAMES, (*sizes, counts.tokens))
+            if without:
                 batch = send(comm, pools.room_of(come), lambda: come)
-        out = self._run(batch.tokens[: sum(counts.entries)], batch, x.dtype)
+            else:
+                batch = cute_ep.ops.dispatch(*sent, cute_ep.ops.register(comm), capacity=come)
+        out = self._run(batch.tokens[:come], batch, x.dtype)
         returned = x.dtype if x.dtype in OUTPUT_TYPES else torch.float32
         return cute_ep.ops.combine(out.to(torch.bfloat16), batch, mode="partial", dtype=returned).to(x.dtype)
 
