@@ -216,6 +216,7 @@ def run_peers(
             notes = [failure(name, str(error)) for name in left]
             found["notes"] += notes
             say("\n".join(notes))
+            save(found)
             continue
         turn: Sequence[str] = left
         sizes = QUICK_TOKENS if quick else PEER_TOKENS
