@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,7 @@ from cute_ep.api.config import LONGEST_S, EPConfig, in_words
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.runtime import process_connection
-from cute_ep.runtime.counts import CountExchange, Counting, counting_config
+from cute_ep.runtime.counts import CountExchange, Counting, ReceiveCounts, counting_config
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.meeting import Meeting, group_timeout
 from cute_ep.runtime.places import check_member, count_ranks
@@ -46,6 +47,7 @@ class GroupPool(Pool):
         device: where tensors of calls are: the current GPU of the first call, or the CPU if there is none.
         timeout_s: `timeout_of` the group, when it was first used: a framework may shorten it later.
         latest: what users have learnt of the most tokens of a rank in their last call of a configuration.
+        owed: exchanges of such calls that ended before this rank had heard the counts, as the others have.
 
     Raises:
         EPConfigError: this process is no rank of the group.
@@ -58,6 +60,7 @@ class GroupPool(Pool):
         self.rank, self.size = group.rank(), group.size()
         self.timeout_s = timeout_of(group)
         self.latest: dict[EPConfig, int] = {}
+        self.owed: dict[EPConfig, CountExchange] = {}
         self._meeting: Meeting | None = None  # of `barrier`
         self._found: dict[Hashable, EPCommunicator] = {}  # what `get` has answered
         self._counting: dict[EPCommunicator, Counting] = {}  # made anew they would be empty in a graph's capture
@@ -150,6 +153,18 @@ class GroupPool(Pool):
         counting = self.counting(routes.counts.size(0), sms=sms, **made)
         return counting.exchange(routes.counts, cfg.num_experts), routes
 
+    @contextmanager
+    def owing(self, cfg: EPConfig, exchange: CountExchange, heard: Sequence[ReceiveCounts]) -> Iterator[None]:
+        """Around what may end, as by an interrupt, before the counts of an exchange were `heard`: then it is `owed`."""
+        try:
+            yield
+        except BaseException:
+            if heard:
+                self.latest[cfg] = heard[0].tokens
+            else:
+                self.owed[cfg] = exchange
+            raise
+
     def barrier(self) -> None:
         """Wait on the host until all ranks have called this: collective.
 
@@ -175,6 +190,8 @@ class GroupPool(Pool):
 
     def _close(self, one: Opened) -> None:
         self._found.clear()
+        self.latest.clear()
+        self.owed.clear()
         counting = self._counting.pop(one.first, None)
         super()._close(one)
         if counting is not None:

@@ -14,6 +14,7 @@ import torch
 
 from cute_ep.integrations.common import pools
 from cute_ep.layouts.maps.routing import max_rows
+from cute_ep.runtime import host_words
 from tests.fake_gpu import Launches
 from tests.integrations import rigs
 
@@ -205,6 +206,25 @@ def test_a_rank_sends_again_where_another_had_too_many_tokens(
     sent = [one for one in list(launches)[first:] if one.kernel == "dispatch"]
     assert [one.arguments["input.tokens"] for one in sent] == [5, 5]
     assert sent[1].values("out.tokens", "out.capacity") == (rows.data_ptr(), pools.room_of(RANKS * (ROOM + 1)))
+
+
+def test_an_interrupted_call_learns_what_the_other_ranks_have(
+    call: Call, waits: Waits, launches: Launches, monkeypatch: pytest.MonkeyPatch, unequal: None
+) -> None:
+    """Or ranks would make room for other numbers of tokens, and some would send twice."""
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    for waits.tokens in (ROOM + 6, 3):
+        call(3)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(host_words, "give_way", interrupt)
+        call(3)
+    first, waits.tokens = len(launches), ROOM + 6  # of the interrupted call, too
+    call(ROOM + 6)
+    assert dispatches(launches, first) == [MOVED, "dispatch"]
+    assert launches.last("dispatch").arguments["out.capacity"] == 2 * MOST
 
 
 def test_padding_has_room_and_is_returned(

@@ -66,6 +66,8 @@ def send_early(
         What `send` raises, and `CountExchange.wait`.
     """
     ranks, key, found = way.ranks, way.config(), list[ReceiveCounts]()
+    if (owed := ranks.owed.pop(key, None)) is not None:
+        ranks.latest[key] = owed.wait().tokens
     communicator, latest = ranks.known(key, way.sms), ranks.latest.get(key)
     made, most = None, 0
     if communicator is not None and latest is not None and communicator.cfg.nodes == 1:
@@ -78,13 +80,16 @@ def send_early(
             return min(sum(found[0].padded(cfg.alignment)), room)
 
         if may_send_early(room * cfg.hidden * torch.bfloat16.itemsize):
-            if len(ids) <= most:
-                made = send(communicator, room, arrived)
-            else:  # the others' dispatches must not wait for this rank
-                nothing = torch.empty((0, cfg.hidden), dtype=torch.bfloat16, device=ids.device)
-                out = DispatchBuffers.carve(cfg, communicator.device, room)
-                communicator.dispatch(nothing, ids[:0], out=out)
-                arrived()
-    counts = found[0] if found else exchange.wait()
-    ranks.latest[key] = counts.tokens
-    return (made if counts.tokens <= most else None), counts
+            with ranks.owing(key, exchange, found):
+                if len(ids) <= most:
+                    made = send(communicator, room, arrived)
+                else:  # the others' dispatches must not wait for this rank
+                    nothing = torch.empty((0, cfg.hidden), dtype=torch.bfloat16, device=ids.device)
+                    out = DispatchBuffers.carve(cfg, communicator.device, room)
+                    communicator.dispatch(nothing, ids[:0], out=out)
+                    arrived()
+    if not found:
+        with ranks.owing(key, exchange, found):
+            found.append(exchange.wait())
+    ranks.latest[key] = found[0].tokens
+    return (made if found[0].tokens <= most else None), found[0]

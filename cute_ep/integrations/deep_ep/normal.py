@@ -14,7 +14,7 @@ import torch
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.pools import may_send_early, room_of
+from cute_ep.integrations.common.pools import may_send_early
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.layout import whole_vectors
 from cute_ep.layouts.maps.formats import FP8
@@ -351,5 +351,5 @@ def entries_of(batch: Dispatched, route: Route, slots: int) -> tuple[torch.Tenso
 
 
 def buffers_for(communicator: EPCommunicator, rows: int) -> DispatchBuffers:
-    """New memory for so many rows, or a few more."""
-    return DispatchBuffers.carve(communicator.cfg, communicator.device, room_of(rows))
+    """New memory for so many rows, and at least one."""
+    return DispatchBuffers.carve(communicator.cfg, communicator.device, max(rows, 1))

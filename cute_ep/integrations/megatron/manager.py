@@ -116,7 +116,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         def send(communicator: EPCommunicator, room: int, rows: Callable[[], int]) -> WeightedRows:
             return weighted_rows(dispatch_rows(x, ids, probs, cute_ep.ops.register(communicator), room, rows))
 
-        if torch.is_grad_enabled():  # what the backward pass needs must not keep more memory than rows have come
+        if torch.is_grad_enabled():  # what the backward pass needs must not keep memory for all that may come
             received, counts = None, exchange.wait()
         else:
             received, counts = send_early(way, ids, exchange, send)

@@ -129,7 +129,8 @@ class CuteEPDispatcher(BaseDispatcher):
                 room, awaited = cfg.max_rows, exchange
             else:
                 room = sum(exchange.wait().padded(ALIGNMENT))
-        out = DispatchBuffers.carve(communicator.cfg, communicator.device, room if masked else pools.room_of(room))
+        most = room if masked or awaited is not None else pools.room_of(room)
+        out = DispatchBuffers.carve(communicator.cfg, communicator.device, most)
         batch = communicator.dispatch(as_rows(hidden_states), ids, weights, out=out)
         if awaited is not None:
             room = sum(awaited.wait().padded(ALIGNMENT))
