@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from cute_ep import DispatchBuffers, EPCommunicator, EPConfig
+from cute_ep import DispatchBuffers, EPCommunicator, EPConfig, EPInputError
 from cute_ep.integrations.common.checks import Names, room_for
 from cute_ep.integrations.common.pools import OwnSizes, config_for, may_send_early
 from cute_ep.layouts.maps.routing import max_rows
@@ -67,7 +68,8 @@ def send_early(
     """
     ranks, key, found = way.ranks, way.config(), list[ReceiveCounts]()
     if (owed := ranks.owed.pop(key, None)) is not None:
-        ranks.latest[key] = owed.wait().tokens
+        with suppress(EPInputError):  # too many exchanges were begun since
+            ranks.latest[key] = owed.wait().tokens
     communicator, latest = ranks.known(key, way.sms), ranks.latest.get(key)
     made, most = None, 0
     if communicator is not None and latest is not None and communicator.cfg.nodes == 1:
