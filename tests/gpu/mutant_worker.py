@@ -19,7 +19,7 @@ import torch
 import cute_ep
 from cute_ep.aot.library import read_manifest, source_folders, source_hash
 from cute_ep.api.config import EPConfig
-from cute_ep.api.errors import EPError, EPTimeout
+from cute_ep.api.errors import EPError
 from cute_ep.layouts.maps.variants import NO_HOOKS
 from cute_ep.runtime import connection
 from tests.storm_rail import Streams
@@ -55,7 +55,7 @@ def try_case(case: Case, library: Path, seeds: int) -> str | None:
     for seed in range(seeds):
         try:
             run_schedules(Run(communicators, case, seed), seed=seed)
-        except (AssertionError, EPTimeout, torch.AcceleratorError) as error:  # the last: a kernel has crashed
+        except (AssertionError, EPError, torch.AcceleratorError) as error:  # the last: a kernel has crashed
             return f"{type(error).__name__}: {error}"
     for communicator in communicators:
         communicator.close()
