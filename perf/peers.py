@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from perf.cases import MAIN, PEER_TOKENS, QUICK_TOKENS, Shape
 from perf.command_line import words_of
@@ -184,6 +185,7 @@ def run_peers(
     save: Callable[[dict], None] = lambda found: None,
     logs: Path | None = None,
     packages: Path | None = None,
+    versions: Mapping[str, str] = MappingProxyType({}),
 ) -> dict:
     """Run the named peers one after the other on the first `gpus` GPUs.
 
@@ -193,6 +195,7 @@ def run_peers(
         save: gets what is returned, also each time that processes have ended.
         logs: folder for the logs of all processes.
         packages: folder with a folder of packages for each library, as `perf.peer_packages` describes it.
+        versions: of libraries that were measured before.
 
     Returns:
         "rows", each with "peer", "format", "tokens", "operation" (dispatch, combine, pair, pair_chained), "graph"
@@ -200,9 +203,9 @@ def run_peers(
         began), "error" (largest relative error of a round with experts that change nothing, or None), where it has
         been chosen "how" it was called and on how many "sms", and what `cute_ep.bench.timing.summary` says, of CHAINED
         also "host_us", what a thread takes to queue a round; "notes"; "does", what each peer's times include; and
-        "versions" of the libraries, with the library's name in brackets where one has another than those before.
+        "versions" of the libraries, and of those before, with the library's name in brackets where one has another.
     """
-    found: dict = {"rows": [], "notes": [], "versions": {}}
+    found: dict = {"rows": [], "notes": [], "versions": dict(versions)}
     found["does"] = {name: peer.does for name, peer in PEERS.items()}
     libraries: dict[str, list[str]] = {}
     for name in names:
@@ -222,12 +225,12 @@ def run_peers(
         sizes = QUICK_TOKENS if quick else PEER_TOKENS
         while turn:
             start = time.perf_counter()
-            versions: dict[str, str] = {}
-            rows, notes, rest = run_workers(turn, gpus, shape, sizes, logs, versions, environment=environment)
+            loaded: dict[str, str] = {}
+            rows, notes, rest = run_workers(turn, gpus, shape, sizes, logs, loaded, environment=environment)
             notes += caveats(rows)
             found["rows"] += rows
             found["notes"] += notes
-            for package, version in versions.items():
+            for package, version in loaded.items():
                 if found["versions"].setdefault(package, version) != version:
                     found["versions"][f"{package} ({library})"] = version
             began = ", ".join(turn[: len(turn) - len(rest)])

@@ -207,12 +207,14 @@ def run_suite(suite: Suite, sections: Sequence[str]) -> None:
         rows, versions, notes = suite.run["peers"], suite.run.get("peer_versions", {}), suite.run["notes"]
 
         def save(found: dict) -> None:
-            suite.run |= {"peers": rows + found["rows"], "peer_versions": versions | found["versions"]}
+            suite.run |= {"peers": rows + found["rows"], "peer_versions": found["versions"]}
             suite.run["notes"] = notes + found["notes"]
             suite.save()
 
         count, names = len(dict.fromkeys(suite.devices)), suite.peers
-        peers.run_peers(count, MAIN, suite.quick, suite.say, names, save=save, packages=suite.packages)
+        peers.run_peers(
+            count, MAIN, suite.quick, suite.say, names, save=save, packages=suite.packages, versions=versions
+        )
 
     work("peers", others)
 

@@ -227,6 +227,8 @@ def test_the_processes_of_a_library_get_its_variables(
     found = peers.run_peers(2, names=["nccl_ag_rs", "nccl_ag_rs_new"])
     assert [row["peer"] for row in found["rows"]] == ["ncclWARN", "nccl_newWARN"]
     assert found["versions"] == {"nccl": "nccl", "torch": "2", "nccl (nccl_new)": "nccl_new"}
+    added = peers.run_peers(2, names=["nccl_ag_rs_new"], versions={"nccl": "nccl"})
+    assert added["versions"] == found["versions"]
 
 
 def test_wheels_are_printed_as_commands() -> None:

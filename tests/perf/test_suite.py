@@ -142,12 +142,14 @@ def check_that_more_can_be_added(made: suite.Suite, content: dict) -> None:
     known = example_run()["peers"][:1]
     more = suite.Suite(["cpu"], made.folder, None, True, made.console, "feed" * 10, others=("deepep_v2",))
     earlier = deepcopy(content) | {"ceilings": content["ceilings"] | {"flag": 7.0}, "peers": known}
+    earlier["peer_versions"] = {"nccl": "2.28.9"}
     more.add_to(earlier, ("peers",))
     suite.run_suite(more, ("peers",))
     both = json.loads((made.folder / suite.RUN).read_text())
     assert both["cases"] == content["cases"] and both["ceilings"]["flag"] == 7.0
     assert both["machine"]["command"] == "python -m perf.suite --quick && python -m perf.suite --quick"
     assert both["peers"] == known and both["notes"][:-1] == content["notes"]
+    assert both["peer_versions"] == {"nccl": "2.28.9"}
     assert both["notes"][-1].startswith("deepep_v2: failed")
     check_that_what_failed_is_kept(more, both)
     with pytest.raises(ValueError, match="is of commit feedf"):
