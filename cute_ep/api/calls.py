@@ -19,6 +19,11 @@ class DispatchInput(NamedTuple):
     frame: int | None = None
 
 
+def row_input(row: torch.Tensor, topk_ids: torch.Tensor, hidden: int) -> DispatchInput:
+    """Tokens that are all one row: the first elements of contiguous memory, as bfloat16."""
+    return DispatchInput(row.view(torch.bfloat16)[:hidden].expand(topk_ids.shape[0], -1), topk_ids)
+
+
 class SumOptions(NamedTuple):
     """How a rank sums what comes home, and where to: arguments of `EPCommunicator.combine`, which describes them."""
 

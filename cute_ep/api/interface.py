@@ -9,7 +9,7 @@ from typing import NoReturn, Self
 import torch
 
 from cute_ep.api.buffers import DispatchBuffers
-from cute_ep.api.calls import DispatchInput, SumOptions
+from cute_ep.api.calls import DispatchInput, SumOptions, row_input
 from cute_ep.api.config import EPConfig, memory_bytes
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError, EPInputError
@@ -382,6 +382,12 @@ class EPCommunicator(ABC):
     @abstractmethod
     def _dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Dispatched:
         """`dispatch`."""
+
+    def _send_row(self, row: torch.Tensor, topk_ids: torch.Tensor, out: DispatchBuffers) -> None:
+        """`dispatch` of `row_input`, for `runtime.counts`, which gives the same ids and buffers each time and takes no
+        batch. Of a row behind a first one only the address need be looked at: all are contiguous, aligned and long
+        enough."""
+        self._dispatch(row_input(row, topk_ids, self.cfg.hidden), out)
 
     @abstractmethod
     def _plan_dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Plan[Dispatched]:

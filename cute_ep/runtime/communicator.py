@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 
 from cute_ep.api.buffers import DispatchBuffers
-from cute_ep.api.calls import DispatchInput, SumOptions
+from cute_ep.api.calls import DispatchInput, SumOptions, row_input
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError
 from cute_ep.api.flags import Flags
@@ -127,6 +127,18 @@ class Communicator(Launching):
         batch = self._launch_dispatch(call, sent, given)
         self._keep(operation, kind, call)
         return batch
+
+    def _send_row(self, row: torch.Tensor, topk_ids: torch.Tensor, out: DispatchBuffers) -> None:
+        kind = row.data_ptr(), out, topk_ids
+        if self._may_repeat(self._dispatches):
+            again = self._launch_again("send_row", kind, self._dispatches.count_fused, out=out)
+            if again is not None:
+                return
+        given = row_input(row, topk_ids, self.cfg.hidden)
+        self._check_dispatch(given)
+        call, sent = self._fused_dispatch(given, out)
+        self._launch_dispatch(call, sent, given)
+        self._keep("send_row", kind, call)
 
     def _plan_dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Plan[Dispatched]:
         stream = current_stream(self.device.index)

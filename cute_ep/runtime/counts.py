@@ -107,14 +107,15 @@ class Counting:
         self._told: HostWords | None = None
         if kernels_tell(communicator):
             self._kernel = local_kernel(communicator.device.index, TELL_KERNEL, None, None)
-            self._num_rows = self.out.addresses(["num_rows"])["num_rows"]
+            self._come = self.table.data_ptr(), self.out.addresses(["num_rows"])["num_rows"]
+            self._sizes = ranks, cfg.nodes, self.table.shape[1]
             self._told = HostWords(self.table.shape[1])
 
     def exchange(self, counts: torch.Tensor, experts: int, *, ends: bool = False, told: bool = True) -> CountExchange:
         """Have every rank know this one's counts, on the current stream. Collective; nothing waits on the host.
 
         Args:
-            counts: `RouteCounts.counts`, [words] int32.
+            counts: int32, which begin with `RouteCounts.counts`.
             experts: E, of all ranks.
             ends: whether `CountExchange.ends` are wanted.
             told: whether the exchange is to be waited for.
@@ -122,15 +123,15 @@ class Counting:
         Raises:
             EPError: it is to be waited for, and a CUDA graph is being captured.
         """
-        device, cfg = self.communicator.device, self.communicator.cfg
+        communicator = self.communicator
+        device, cfg = communicator.device, communicator.cfg
         if told and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise EPError("the host waits for numbers of rows, so no CUDA graph can capture this call")
-        tokens = counts.view(torch.bfloat16).expand(cfg.max_tokens_per_rank, -1)
-        self.communicator.dispatch(tokens, self.everyone, out=self.out)
+        communicator._send_row(counts, self.everyone, self.out)
         if self._told is not None:
             return self._tell(self._told, experts, ends=ends, told=told)
         sums = self.by_rank()[:, : cfg.world_size].cumsum(0, dtype=torch.int32) if ends else None
-        if not told or self.communicator.shares_device:  # then other ranks may have yet to come
+        if not told or communicator.shares_device:  # then other ranks may have yet to come
             return CountExchange(sums, lambda: self._read(experts))
         found = self._read(experts)
         return CountExchange(sums, lambda: found)
@@ -147,7 +148,8 @@ class Counting:
     def _tell(self, words: HostWords, experts: int, *, ends: bool, told: bool) -> CountExchange:
         """Behind an exchange: have a kernel add up the counts, and if they are `told` write them to the host."""
         communicator, device = self.communicator, self.communicator.device
-        ranks, local = communicator.cfg.world_size, experts // communicator.cfg.world_size
+        ranks, *_ = self._sizes
+        local = experts // ranks
         sums = torch.empty((ranks, ranks), dtype=torch.int32, device=device) if ends else None
         number, address, epoch = words.begin() if told else (0, 0, 0)
         stream, apart = current_stream(device.index), communicator.stream if communicator.shares_device else None
@@ -156,20 +158,9 @@ class Counting:
             if sums is not None:
                 sums.record_stream(apart)
         if ends or told:
-            arguments = TellArgs(
-                table=self.table.data_ptr(),
-                num_rows=self._num_rows,
-                told=address,
-                ends=0 if sums is None else sums.data_ptr(),
-                ranks=ranks,
-                nodes=communicator.cfg.nodes,
-                words=self.table.shape[1],
-                rank=communicator.rank,
-                local_experts=local,
-                tokens=ranks + experts,
-                epoch=epoch,
-            )
-            launch_on(device.index, self._kernel, 1, arguments, stream)
+            to = address, 0 if sums is None else sums.data_ptr()
+            given = TellArgs(*self._come, *to, *self._sizes, communicator.rank, local, ranks + experts, epoch)
+            launch_on(device.index, self._kernel, 1, given, stream)
 
         def ended() -> bool:
             return stream_of(device, stream).query()

@@ -59,10 +59,12 @@ class Operation(NamedTuple):
     Attributes:
         tensors: parameters that are their addresses, or READ, SEEN or CARVED.
         keys: how many objects must be the same, with the two that all calls have.
+        given: those of `tensors` that are given by address, besides what always may be.
     """
 
     tensors: tuple[str, ...]
     keys: int
+    given: tuple[str, ...] = ()
 
     @property
     def written(self) -> int:
@@ -77,7 +79,7 @@ class Operation(NamedTuple):
     @property
     def addresses(self) -> int:
         """Bits of what may be given by address: what dispatch has left, and what was carved."""
-        return self._bits(*LEFT, CARVED)
+        return self._bits(*LEFT, CARVED, *self.given)
 
     def _bits(self, *parameters: str) -> int:
         return sum(1 << place for place, one in enumerate(self.tensors) if one in parameters)
@@ -86,6 +88,7 @@ class Operation(NamedTuple):
 OPERATIONS = {
     "dispatch": Operation((*SENT, SEEN), 4),
     "dispatch_into": Operation((*SENT, *INTO), 5),
+    "send_row": Operation(SENT[:1], 4, SENT[:1]),
     "dispatch_async": Operation(SENT, 4),
     "dispatch_wait": Operation((READ, READ, SEEN), 3),
     "dispatch_wait_into": Operation((READ, READ, *INTO), 4),
