@@ -150,8 +150,8 @@ class GroupPool(Pool):
         """
         routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size, **options)
         made: dict[str, Any] = {"timeout_s": cfg.timeout_s, "ranks_per_node": cfg.ranks_per_node}
-        counting = self.counting(routes.counts.size(0), sms=sms, **made)
-        return counting.exchange(routes.counts, cfg.num_experts), routes
+        counting = self.counting(routes.words, sms=sms, **made)
+        return counting.exchange(routes.sent, cfg.num_experts), routes
 
     @contextmanager
     def owing(self, cfg: EPConfig, exchange: CountExchange, heard: Sequence[ReceiveCounts]) -> Iterator[None]:

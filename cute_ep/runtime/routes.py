@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -9,33 +10,89 @@ import torch
 from cute_ep import reference
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.row_tensors import ID_TYPES
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.local_arguments import CountArgs
+from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, count_words, division_magic
 from cute_ep.layouts.maps.variants import COUNT_KERNEL
 from cute_ep.runtime.arguments import address, ids_record
 from cute_ep.runtime.driver import launch_on
 from cute_ep.runtime.local_kernels import local_kernel
 
+WORD_BYTES = 4
+"""Of int32."""
 
-class RouteCounts(NamedTuple):
+
+class Sizes(NamedTuple):
+    """Sizes of `RouteCounts`, which are all in one memory.
+
+    Attributes:
+        words: of `counts`.
+        places: by name, extents, strides and where they begin, in words or for `goes` in bytes.
+        memory: words of all.
+        local_experts: of a rank.
+    """
+
+    words: int
+    places: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]
+    memory: int
+    local_experts: int
+
+    @classmethod
+    def of(cls, tokens: int, top_k: int, experts: int, ranks: int) -> Sizes:
+        """Of so many tokens, entries of each, experts and ranks."""
+        words, entries = count_words(ranks, experts), tokens * top_k
+        goes = align_up(words + 2 * entries, VECTOR_BYTES // WORD_BYTES)
+        places = {
+            "counts": ((words,), (1,), 0),
+            "by_rank": ((ranks,), (1,), 0),
+            "by_expert": ((experts,), (1,), ranks),
+            "ids": ((tokens, top_k), (top_k, 1), words),
+            "last_ids": ((tokens, top_k), (top_k, 1), words + entries),
+            "goes": ((tokens, ranks), (ranks, 1), goes * WORD_BYTES),
+        }
+        return cls(words, places, goes + -(-tokens * ranks // WORD_BYTES), -(-experts // ranks))
+
+
+sizes_of = lru_cache(maxsize=1024)(Sizes.of)
+
+
+class Part:
+    """A tensor in the memory of `RouteCounts` that is made when it is first read."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, routes: RouteCounts, owner: type) -> torch.Tensor:
+        made = vars(routes)[self.name] = routes.memory.as_strided(*routes.sizes.places[self.name])
+        return made
+
+
+class RouteCounts:
     """What a rank's expert ids say, on their device. Rank r has experts [r * E / R, (r + 1) * E / R).
 
     Attributes:
+        sizes: of what follows.
+        memory: int32: `counts`, and then the others. torch counts changes of them together.
         counts: int32: R tokens by rank, E entries by expert, T, and zeros up to a multiple of 16 bytes.
         by_rank, by_expert: those parts of `counts`.
-        goes: [T, R] bool, whether a token goes to a rank.
         ids: [T, K] int32, a copy of the ids; 2^31 - 1 where one does not fit.
         last_ids: the same of entries that are the last of their token on their rank, else -1.
         weights: [T, K] float32, the router weights if they were given; the same tensor if it is of that type.
+        sent, words: what `Counting.exchange` is given, of which so many words are the counts.
     """
 
-    counts: torch.Tensor
-    by_rank: torch.Tensor
-    by_expert: torch.Tensor
-    goes: torch.Tensor
-    ids: torch.Tensor
-    last_ids: torch.Tensor
-    weights: torch.Tensor | None = None
+    counts, by_rank, by_expert, ids, last_ids = Part(), Part(), Part(), Part(), Part()
+
+    def __init__(self, sizes: Sizes, device: torch.device, weights: torch.Tensor | None = None) -> None:
+        self.sizes, self.weights = sizes, weights
+        self.sent = self.memory = torch.empty(sizes.memory, dtype=torch.int32, device=device)
+        self.words = sizes.words
+
+    @property
+    def goes(self) -> torch.Tensor:
+        """[T, R] bool, whether a token goes to a rank; a new tensor each time."""
+        return self.memory.view(torch.bool).as_strided(*self.sizes.places["goes"])
 
 
 def count_routes(
@@ -69,43 +126,44 @@ def count_routes(
         raise EPInputError(f"num_experts = {num_experts}: must be {rule}")
     if weights is not None:
         _check_weights(weights, topk_ids)
-    if topk_ids.device.type != "cuda" or ranks > MAX_RANKS:
-        counts, goes, ids, last_ids = reference.count_routes(topk_ids, num_experts, ranks, mask)
-        wide = None if weights is None else weights.float()
-    else:
-        topk_ids = topk_ids.contiguous()
-        (tokens, top_k), device = topk_ids.shape, topk_ids.device
-        words, entries, local = count_words(ranks, num_experts), tokens * top_k, -(-num_experts // ranks)
-        narrow = None
-        if weights is None or weights.dtype != torch.bfloat16:
-            wide = None if weights is None else weights.float()
-        else:
-            narrow, wide = weights.contiguous(), torch.empty((tokens, top_k), dtype=torch.float32, device=device)
-        memory = torch.empty(words + 2 * entries, dtype=torch.int32, device=device)
-        counts = memory.as_strided((words,), (1,), 0)
-        ids = memory.as_strided((tokens, top_k), (top_k, 1), words)
-        last_ids = memory.as_strided((tokens, top_k), (top_k, 1), words + entries)
-        goes = torch.empty((tokens, ranks), dtype=torch.bool, device=device)
-        arguments = CountArgs(
-            ids=ids_record(topk_ids),
-            counts=counts.data_ptr(),
-            goes=goes.data_ptr(),
-            ids_out=ids.data_ptr(),
-            last_ids=last_ids.data_ptr(),
-            weights=address(narrow),
-            weights_out=0 if narrow is None else address(wide),
-            tokens=tokens,
-            top_k=top_k,
-            ranks=ranks,
-            experts=num_experts,
-            words=words,
-            mask=int(mask),
-            local_experts=local,
-            local_experts_magic=division_magic(local),
-        )
-        kernel = local_kernel(device.index, COUNT_KERNEL, None, library)
-        launch_on(device.index, kernel, 1, arguments)
-    return RouteCounts(counts, counts[:ranks], counts[ranks : ranks + num_experts], goes, ids, last_ids, wide)
+    (tokens, top_k), device = topk_ids.shape, topk_ids.device
+    sizes = sizes_of(tokens, top_k, num_experts, ranks)
+    if not _has_kernel(device, ranks):
+        routes = RouteCounts(sizes, device, None if weights is None else weights.float())
+        found = reference.count_routes(topk_ids, num_experts, ranks, mask)
+        for part, one in zip((routes.counts, routes.goes, routes.ids, routes.last_ids), found, strict=True):
+            part.copy_(one)
+        return routes
+    topk_ids, narrow, wide = topk_ids.contiguous(), None, None
+    if weights is not None and weights.dtype == torch.bfloat16:
+        narrow, wide = weights.contiguous(), torch.empty((tokens, top_k), dtype=torch.float32, device=device)
+    elif weights is not None:
+        wide = weights.float()
+    routes = RouteCounts(sizes, device, wide)
+    first, places = routes.memory.data_ptr(), sizes.places
+    arguments = CountArgs(
+        ids_record(topk_ids),
+        first,
+        first + places["goes"][2],
+        first + places["ids"][2] * WORD_BYTES,
+        first + places["last_ids"][2] * WORD_BYTES,
+        address(narrow),
+        0 if narrow is None else address(wide),
+        tokens,
+        top_k,
+        ranks,
+        num_experts,
+        sizes.words,
+        int(mask),
+        sizes.local_experts,
+        division_magic(sizes.local_experts),
+    )
+    launch_on(device.index, local_kernel(device.index, COUNT_KERNEL, None, library), 1, arguments)
+    return routes
+
+
+def _has_kernel(device: torch.device, ranks: int) -> bool:
+    return device.type == "cuda" and ranks <= MAX_RANKS
 
 
 def _check_weights(weights: torch.Tensor, topk_ids: torch.Tensor) -> None:

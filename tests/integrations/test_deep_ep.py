@@ -356,27 +356,27 @@ def test_calls_leave_no_garbage_that_refers_to_itself(monkeypatch: Patch) -> Non
 def test_a_layout_is_taken_only_as_long_as_its_tensors_are_the_same() -> None:
     """Else tokens go where the tensors say that were given."""
     ids = torch.tensor([[0, 5], [3, -1]])
-    routes = GivenLayout.of(ids, 6, 2)
-    own = routes.goes, routes.by_rank, routes.by_expert
+    routes, goes = GivenLayout.of(ids, 6, 2)
+    own = goes, routes.by_rank, routes.by_expert
     assert GivenLayout.known(*own, ids) == routes
     assert GivenLayout.known(*own, ids.clone()) is None
     assert GivenLayout.known(*own, None) == routes  # tokens go the same ways without their entries
     for position in range(3):
         other = [tensor.clone() if place == position else tensor for place, tensor in enumerate(own)]
         assert GivenLayout.known(*other, ids) is None
-    for change in (lambda routes: ids, lambda routes: routes.goes, lambda routes: routes.by_rank):
-        routes = GivenLayout.of(ids, 6, 2)
-        change(routes)[0] = 1
-        assert GivenLayout.known(routes.goes, routes.by_rank, routes.by_expert, ids) is None
+    for change in (lambda *_: ids, lambda routes, goes: goes, lambda routes, goes: routes.by_rank):
+        routes, goes = GivenLayout.of(ids, 6, 2)
+        change(routes, goes)[0] = 1
+        assert GivenLayout.known(goes, routes.by_rank, routes.by_expert, ids) is None
     with torch.inference_mode():
         entries = ids.clone()
-        routes = GivenLayout.of(entries, 6, 2)
-        assert GivenLayout.known(routes.goes, routes.by_rank, routes.by_expert, entries) == routes
+        routes, goes = GivenLayout.of(entries, 6, 2)
+        assert GivenLayout.known(goes, routes.by_rank, routes.by_expert, entries) == routes
 
 
 def test_a_layout_is_kept_no_longer_than_its_tensors() -> None:
     kept = len(layout._GIVEN)
-    routes = GivenLayout.of(torch.tensor([[0, 5]]), 6, 2)
+    made = GivenLayout.of(torch.tensor([[0, 5]]), 6, 2)
     assert len(layout._GIVEN) == kept + 1
-    del routes
+    del made
     assert len(layout._GIVEN) == kept

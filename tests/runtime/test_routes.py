@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from cute_ep.api.errors import EPInputError
+from cute_ep.layouts.maps.local_arguments import CountArgs
+from cute_ep.runtime import routes as routes_module
 from cute_ep.runtime.routes import RouteCounts, count_routes
 from cute_ep.testing.compare import assert_bits
 
@@ -88,6 +90,34 @@ def test_no_shape_depends_on_ids() -> None:
     """For such a shape a host would wait for the device. Tensors on `meta` have no elements."""
     routes = count_routes(torch.zeros(5, 3, dtype=torch.int64, device="meta"), 150, 48, mask=True)
     assert routes.goes.shape == (5, 48) and routes.counts.shape == (200,)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "ranks"), [one for one in SIZES if one[3] <= 32])
+def test_the_kernel_is_told_where_the_tensors_are(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, top_k: int, experts: int, ranks: int
+) -> None:
+    """In one memory, in which none shares a byte with another; each begins where the kernel can write it."""
+    launched: list[CountArgs] = []
+    for name, fake in {
+        "_has_kernel": lambda device, ranks: True,
+        "local_kernel": lambda *wanted: None,
+        "launch_on": lambda device, kernel, grid, given: launched.append(given),
+    }.items():
+        monkeypatch.setattr(routes_module, name, fake)
+    ids = torch.zeros(tokens, top_k, dtype=torch.int64)
+    routes = count_routes(ids, experts, ranks, mask=True, weights=torch.zeros(tokens, top_k).bfloat16())
+    (given,) = launched
+    assert given.ids == (ids.data_ptr(), 1) and given.words == routes.words == routes.counts.shape[0]
+    assert (given.tokens, given.top_k, given.ranks, given.experts, given.mask) == (tokens, top_k, ranks, experts, 1)
+    assert given.local_experts == -(-experts // ranks)
+    parts = {"counts": routes.counts, "ids_out": routes.ids, "last_ids": routes.last_ids, "goes": routes.goes}
+    end = routes.sent.data_ptr()
+    for name, part in parts.items():
+        begin = getattr(given, name)
+        assert begin >= end and begin % 4 == 0 and (not part.numel() or begin == part.data_ptr()), name
+        end = begin + part.nbytes
+    assert end <= routes.memory.data_ptr() + routes.memory.nbytes
+    assert routes.weights is not None and given.weights_out == routes.weights.data_ptr()
 
 
 def test_ids_are_copied() -> None:

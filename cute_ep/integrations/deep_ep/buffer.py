@@ -114,9 +114,9 @@ class Buffer(LowLatency):
         calls.check_experts(num_experts, self.group_size)
         checks.given("topk_idx", topk_idx, shape=(None, None), dtype=checks.ID_TYPES, device=self._pool.device)
         checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
-        routes = GivenLayout.of(topk_idx, num_experts, self.group_size)
-        by_node = tokens_by_node(routes.goes, self._normal.ranks_per_node)
-        return routes.by_rank, by_node, routes.by_expert, routes.goes, calls.finished(async_finish)
+        routes, goes = GivenLayout.of(topk_idx, num_experts, self.group_size)
+        by_node = tokens_by_node(goes, self._normal.ranks_per_node)
+        return routes.by_rank, by_node, routes.by_expert, goes, calls.finished(async_finish)
 
     @without_gradients
     def dispatch(
@@ -188,8 +188,8 @@ class Buffer(LowLatency):
         weights = None if topk_weights is None else topk_weights.contiguous()
         if weights is not None and routes.ids.shape != weights.shape:
             weights = torch.nn.functional.pad(weights, (0, routes.ids.shape[1] - weights.shape[1]))
-        counting, received, early = mode.counting(routes.counts), [], None
-        exchange = counting.exchange(routes.counts, experts, ends=True, told=not room)
+        counting, received, early = mode.counting(routes.words), [], None
+        exchange = counting.exchange(routes.sent, experts, ends=True, told=not room)
         if not room:
             early = mode.send_early((*sent, weights), route)
             counts = exchange.wait()

@@ -191,8 +191,8 @@ class ElasticMode(NormalMode):
 
     def dispatch_counted(self, sent: Sent, handle: EPHandle) -> tuple[torch.Tensor, torch.Tensor | None, Dispatched]:
         """`dispatch` of as many rows as come, of which a handle is told; the host waits for all ranks' numbers."""
-        given = handle.routes.counts
-        exchange = self.counting(given).exchange(given, handle.num_experts)
+        routes = handle.routes
+        exchange = self.counting(routes.words).exchange(routes.sent, handle.num_experts)
         early = self.send_early(sent, handle)
         counts = exchange.wait()
         padded = counts.padded(handle.expert_alignment)

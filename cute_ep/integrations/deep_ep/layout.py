@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from typing import NamedTuple
+from weakref import KeyedRef
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.deep_ep import calls
@@ -16,45 +16,46 @@ from cute_ep.torch_internals import version_of
 
 Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 """[R] tokens by rank, [T, R] whether a token goes to a rank, [E] entries by expert, [T, K] entries."""
-_GIVEN = WeakTensorKeyDictionary()
-"""The `GivenLayout` of each `goes` that is still alive."""
+_GIVEN: dict[int, GivenLayout] = {}
+"""By the id of `goes`, while that is alive."""
 
 
 class GivenLayout(NamedTuple):
-    """What `get_dispatch_layout` has returned, of which entries, and the `versions` of these, of the counts and of
-    `goes` with which it is true. It does not refer to `goes`, by which it is found: neither would ever be freed."""
+    """What `get_dispatch_layout` has returned, of which entries, and the `versions` of these and of the memory of all
+    that was returned, with which it is true. It keeps `goes`, by which it is found, by a weak reference alone."""
 
     routes: RouteCounts
     topk_idx: torch.Tensor
-    versions: tuple[int, int, int]
+    versions: tuple[int, int]
+    goes: KeyedRef[int, torch.Tensor]
 
     @classmethod
-    def of(cls, topk_idx: torch.Tensor, num_experts: int, ranks: int) -> RouteCounts:
-        """Count; `known` finds it again by `goes`."""
+    def of(cls, topk_idx: torch.Tensor, num_experts: int, ranks: int) -> tuple[RouteCounts, torch.Tensor]:
+        """Count. Returns what `known` finds again by `goes`, and that."""
         routes = count_routes(topk_idx, num_experts, ranks)
-        versions = _version(topk_idx), _version(routes.counts), _version(routes.goes)
-        _GIVEN[routes.goes] = cls(_with(routes, None), topk_idx, versions)
-        return routes
+        goes, versions = routes.goes, (_version(topk_idx), _version(routes.memory))
+        key = id(goes)
+        _GIVEN[key] = cls(routes, topk_idx, versions, KeyedRef(goes, _forget, key))
+        return routes, goes
 
     @staticmethod
     def known(
         goes: torch.Tensor, by_rank: torch.Tensor, by_expert: torch.Tensor, topk_idx: torch.Tensor | None
     ) -> RouteCounts | None:
         """The counts, if these are of one layout, unchanged, which torch does not know of inference tensors."""
-        made: GivenLayout | None = _GIVEN.get(goes)
-        if made is None or (topk_idx is not None and made.topk_idx is not topk_idx):
+        made = _GIVEN.get(id(goes))
+        if made is None or made.goes() is not goes or (topk_idx is not None and made.topk_idx is not topk_idx):
             return None
-        routes, entries, versions = made
+        routes = made.routes
         same = routes.by_rank is by_rank and routes.by_expert is by_expert
-        if not same or versions != (_version(entries), _version(routes.counts), _version(goes)):
-            return None
-        return _with(routes, goes)
+        return routes if same and made.versions == (_version(made.topk_idx), _version(routes.memory)) else None
 
 
-def _with(routes: RouteCounts, goes: torch.Tensor | None) -> RouteCounts:
-    """As `_replace`, in less of the host's time."""
-    counts, by_rank, by_expert, _, ids, last_ids, weights = routes
-    return RouteCounts(counts, by_rank, by_expert, goes, ids, last_ids, weights)
+def _forget(gone: KeyedRef[int, torch.Tensor]) -> None:
+    """A layout whose `goes` is gone, unless another has its id by now."""
+    made = _GIVEN.get(gone.key)
+    if made is not None and made.goes is gone:
+        del _GIVEN[gone.key]
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -79,9 +80,10 @@ def check_layout(layout: Layout, ranks: int, nodes: int, device: torch.device) -
 
 
 def routes_of(layout: Layout, nodes: int) -> tuple[RouteCounts, int]:
-    """Entries that bring each token where `goes` [T, R] says, with the caller's `counts`, and out of how many experts
-    they are: [T, K] given ones, but for those of other ranks, then one for each rank. Ids out of range stay so. Behind
-    its given experts each rank has one for each node, since a node needs as many experts as a token has entries."""
+    """Entries that bring each token where `goes` [T, R] says, with the caller's counts to be sent, and out of how many
+    experts they are: [T, K] given ones, but for those of other ranks, then one for each rank. Ids out of range stay so.
+    Behind its given experts each rank has one for each node, since a node needs as many experts as a token has
+    entries."""
     by_rank, goes, by_expert, topk_idx = layout
     (tokens, ranks), num_experts = goes.shape, by_expert.shape[0]
     given = 0 if topk_idx is None else num_experts // ranks
@@ -97,7 +99,9 @@ def routes_of(layout: Layout, nodes: int) -> tuple[RouteCounts, int]:
         entries = torch.cat([torch.where(gone, -1, shifted), entries], dim=1)
     sent = torch.full((1,), tokens, dtype=torch.int32, device=goes.device)
     counts = whole_vectors(torch.cat([by_rank.int(), by_expert.int(), sent])[None])[0]
-    return count_routes(entries, local * ranks, ranks)._replace(counts=counts), local * ranks
+    routes = count_routes(entries, local * ranks, ranks)
+    routes.sent, routes.words = counts, counts.shape[0]
+    return routes, local * ranks
 
 
 def tokens_by_node(goes: torch.Tensor, ranks_per_node: int | None) -> torch.Tensor | None:

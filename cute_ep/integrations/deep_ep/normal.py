@@ -154,9 +154,8 @@ class NormalMode:
         """How many there are; as `ranks_per_node`."""
         return self._pool.size // (self.ranks_per_node or self._pool.size)
 
-    def counting(self, counts: torch.Tensor) -> Counting:
-        """What exchanges `RouteCounts.counts`."""
-        words = counts.size(0)
+    def counting(self, words: int) -> Counting:
+        """What exchanges so many words of counts."""
         found = self._countings.get(words)
         if found is None or found.communicator.closed:
             asked: dict[str, Any] = {"opening": self._opening, "timeout_s": self._timeout_s}
