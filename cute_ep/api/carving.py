@@ -6,7 +6,7 @@ these need no more than an address.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -93,23 +93,31 @@ class Carving:
         made = self._made.get(name)
         if made is not None:
             return made
-        piece = self.pieces.by_name[name]
-        return self._made.setdefault(name, self._carved(piece, piece.shape))  # another thread may have been faster
+        (made,) = self._carved((name,), None)
+        return self._made.setdefault(name, made)  # another thread may have been faster
 
     def first(self, name: str, rows: int) -> torch.Tensor:
         """The first rows of `tensor`, made as that is, anew each time unless they are all."""
-        piece = self.pieces.by_name[name]
-        return self.tensor(name) if rows == piece.shape[0] else self._carved(piece, (rows, *piece.shape[1:]))
+        return self.first_of((name,), rows)[0]
+
+    def first_of(self, names: Sequence[str], rows: int) -> list[torch.Tensor]:
+        """`first` of several, which have as many rows."""
+        if rows == self.pieces.by_name[names[0]].shape[0]:
+            return [self.tensor(name) for name in names]
+        return self._carved(names, rows)
 
     def rows(self, count: int) -> torch.Tensor:
         """A tensor with so many rows, no more than words, for what asks only how many there are."""
         return self._memory.as_strided((count,), (1,), 0)
 
-    def _carved(self, piece: Piece, shape: tuple[int, ...]) -> torch.Tensor:
-        memory, inference = self._memory, self._memory.is_inference()
+    def _carved(self, names: Sequence[str], rows: int | None) -> list[torch.Tensor]:
+        """New tensors of so many rows, or of all."""
+        memory, inference, made = self._memory, self._memory.is_inference(), []
         if torch.is_inference_mode_enabled() != inference:
             with torch.inference_mode(inference):
-                return self._carved(piece, shape)
-        if piece.dtype != WORD:
-            memory = memory.view(piece.dtype)
-        return memory.as_strided(shape, piece.strides, piece.first).data
+                return self._carved(names, rows)
+        for name in names:
+            shape, strides, first, dtype = self.pieces.by_name[name]
+            own = memory if dtype == WORD else memory.view(dtype)
+            made.append(own.as_strided(shape if rows is None else (rows, *shape[1:]), strides, first).data)
+        return made

@@ -24,6 +24,8 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def with_plain_strides(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory of a contiguous tensor, with the strides of a new one, also in dimensions of one element."""
+    if min(tensor.shape, default=1) > 1:  # torch leaves no stride open
+        return tensor
     strides, step = [], 1
     for extent in reversed(tensor.shape):
         strides.append(step)
