@@ -48,6 +48,7 @@ class GroupPool(Pool):
         timeout_s: `timeout_of` the group, when it was first used: a framework may shorten it later.
         latest: what users have learnt of the most tokens of a rank in their last call of a configuration.
         owed: exchanges of such calls that ended before this rank had heard the counts, as the others have.
+        kept: what users have found out for calls of a kind, until a communicator opens or closes.
 
     Raises:
         EPConfigError: this process is no rank of the group.
@@ -61,6 +62,7 @@ class GroupPool(Pool):
         self.timeout_s = timeout_of(group)
         self.latest: dict[EPConfig, int] = {}
         self.owed: dict[EPConfig, CountExchange] = {}
+        self.kept: dict[Hashable, Any] = {}
         self._meeting: Meeting | None = None  # of `barrier`
         self._found: dict[Hashable, EPCommunicator] = {}  # what `get` has answered
         self._counting: dict[EPCommunicator, Counting] = {}  # made anew they would be empty in a graph's capture
@@ -100,7 +102,7 @@ class GroupPool(Pool):
             opened = self.open(cfg, sms, opening)
         except EPConfigError as error:
             raise EPConfigError(in_words(str(error), names)) from None
-        self._found.clear()  # smaller calls find the roomiest
+        self._forget()  # smaller calls find the roomiest
         self._found[cfg, sms] = opened.first
         return opened.first
 
@@ -186,10 +188,14 @@ class GroupPool(Pool):
 
     def _make_way(self, cfg: EPConfig) -> None:
         super()._make_way(cfg)
-        self._found.clear()  # smaller calls take the larger one from now on
+        self._forget()  # smaller calls take the larger one from now on
+
+    def _forget(self) -> None:
+        self._found.clear()
+        self.kept.clear()
 
     def _close(self, one: Opened) -> None:
-        self._found.clear()
+        self._forget()
         self.latest.clear()
         self.owed.clear()
         counting = self._counting.pop(one.first, None)

@@ -27,12 +27,14 @@ class Sizes(NamedTuple):
     """Sizes of `RouteCounts`, which are all in one memory.
 
     Attributes:
+        given: tokens, entries of each, experts, ranks.
         words: of `counts`.
         places: by name, extents, strides and where they begin, in words or for `goes` in bytes.
         memory: words of all.
         local_experts: of a rank.
     """
 
+    given: tuple[int, int, int, int]
     words: int
     places: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]
     memory: int
@@ -40,7 +42,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, tokens: int, top_k: int, experts: int, ranks: int) -> Sizes:
-        """Of so many tokens, entries of each, experts and ranks."""
+        """Of `given`."""
         words, entries = count_words(ranks, experts), tokens * top_k
         goes = align_up(words + 2 * entries, VECTOR_BYTES // WORD_BYTES)
         places = {
@@ -51,7 +53,8 @@ class Sizes(NamedTuple):
             "last_ids": ((tokens, top_k), (top_k, 1), words + entries),
             "goes": ((tokens, ranks), (ranks, 1), goes * WORD_BYTES),
         }
-        return cls(words, places, goes + -(-tokens * ranks // WORD_BYTES), -(-experts // ranks))
+        given, memory = (tokens, top_k, experts, ranks), goes + -(-tokens * ranks // WORD_BYTES)
+        return cls(given, words, places, memory, -(-experts // ranks))
 
 
 sizes_of = lru_cache(maxsize=1024)(Sizes.of)

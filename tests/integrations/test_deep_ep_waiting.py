@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_ep.api.errors import EPTimeout
+from cute_ep.api.errors import EPInputError, EPTimeout
 from cute_ep.integrations.common import pools
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime import host_words
 from tests.fake_gpu import Launches, report
 
-from .absent_peer import EXPERTS, Waits
+from .absent_peer import EXPERTS, Group, Waits
 
 HIDDEN, SLOTS, ROOM = 1024, 4, 64
 MOVED = "dispatch_rank_major"
@@ -98,6 +98,41 @@ def test_more_memory_than_a_guess_may_take_is_allocated_when_rows_are_known(
         dispatching(buffer, 3)()
         dispatching(buffer, 3)()
         assert launches.last().arguments["out.capacity"] == (2 * ROOM, 2 * waits.tokens)[number]
+
+
+WRONG: dict[str, Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]] = {
+    "fewer rows": lambda x, weights: {"x": x[:2]},
+    "rows of a type": lambda x, weights: {"x": x.float()},
+    "rows elsewhere": lambda x, weights: {"x": x.to("meta")},
+    "rows of bytes without scales": lambda x, weights: {"x": x.to(torch.float8_e4m3fn)},
+    "rows of no width that there is": lambda x, weights: {"x": x[:, :12]},
+    "a list of rows": lambda x, weights: {"x": x.tolist()},
+    "rows and scales of another number": lambda x, weights: {"x": (x.to(torch.float8_e4m3fn), torch.ones(2, 3))},
+    "fewer weights": lambda x, weights: {"topk_weights": weights[:, :1]},
+    "weights of a type": lambda x, weights: {"topk_weights": weights.double()},
+    "no weights": lambda x, weights: {"topk_weights": None},
+    "no entries": lambda x, weights: {"topk_idx": None},
+    "no alignment": lambda x, weights: {"expert_alignment": 0},
+}
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_with_a_call_is_told_behind_right_ones(
+    buffer: Buffer, waits: Waits, launches: Launches, change: Callable[..., dict[str, Any]]
+) -> None:
+    """Whose layout it has."""
+    ids, weights, x = torch.rand(3, EXPERTS).topk(SLOTS).indices, torch.rand(3, SLOTS), torch.randn(3, HIDDEN)
+    by_rank, _, by_expert, goes, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+    given = {"x": x.bfloat16(), "topk_idx": ids, "topk_weights": weights, "is_token_in_rank": goes}
+    given |= {"num_tokens_per_rank": by_rank, "num_tokens_per_expert": by_expert}
+    for _ in range(3):
+        buffer.dispatch(**given)
+    wrong = change(given["x"], weights)
+    with launches.forbidden(), pytest.raises(EPInputError) as told:
+        buffer.dispatch(**given | wrong)
+    with launches.forbidden(), pytest.raises(EPInputError) as first:
+        Buffer(Group()).dispatch(**given | wrong)
+    assert str(told.value) == str(first.value)
 
 
 def test_a_timeout_of_the_counts_ends_the_call(

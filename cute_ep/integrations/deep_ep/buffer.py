@@ -10,7 +10,7 @@ from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import demand, require, roomy_config
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import Config, EventHandle, EventOverlap, Rows, without_gradients
-from cute_ep.integrations.deep_ep.layout import GivenLayout, check_layout, routes_of, tokens_by_node
+from cute_ep.integrations.deep_ep.layout import GivenLayout, Layout, check_layout, routes_of, tokens_by_node
 from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
 from cute_ep.integrations.deep_ep.normal import Bias, Handle, NormalMode, Route, entries_of
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K
@@ -54,6 +54,7 @@ class Buffer(LowLatency):
         super().__init__(group)
         self.rank, self.group_size = self._pool.rank, self._pool.size
         self._normal = NormalMode(self._pool, lambda device: Buffer.num_sms, self._words)
+        self._kinds = calls.Kinds()
 
     def destroy(self) -> None:
         """Give all memory back; collective. Earlier hooks and handles are of no use then; later calls connect again."""
@@ -153,11 +154,11 @@ class Buffer(LowLatency):
             `num_worst_tokens`); the handle; the event. With a handle all but rows and event are None.
         """
         self._begin(previous_event, async_finish, allocate_on_comm_stream)
-        mode, device, ranks = self._normal, self._pool.device, self.group_size
-        sent = payload, scales = calls.check_payload(x, device)
-        (tokens, hidden), room, scaled = payload.shape, num_worst_tokens, scales is not None
-        checks.most("x.shape[0]", tokens)
+        mode, device, ranks, room = self._normal, self._pool.device, self.group_size, num_worst_tokens
         if handle is not None:
+            sent = payload, scales = calls.check_payload(x, device)
+            tokens = payload.shape[0]
+            checks.most("x.shape[0]", tokens)
             require(topk_idx is None and topk_weights is None, "topk_idx: must be None with a handle")
             route = checks.kind("handle", handle, Handle, HANDLE).route
             own = route.routes.ids.shape[0]
@@ -169,22 +170,21 @@ class Buffer(LowLatency):
             raise EPInputError(f"{names}: must be what get_dispatch_layout returned, without a handle")
         known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
         layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx
-        if known is None:
-            check_layout(layout, ranks, mode.nodes, device)
-        own, experts = is_token_in_rank.shape[0], num_tokens_per_expert.shape[0]
-        require(tokens == own, "x.shape[0] = {}: must be {}, as of is_token_in_rank", tokens, own)
-        require((topk_idx is None) == (topk_weights is None), "topk_idx, topk_weights: must both be given, or neither")
-        if topk_idx is not None and topk_weights is not None:
-            checks.given("topk_weights", topk_weights, shape=topk_idx.shape, dtype=torch.float32, device=device)
         checks.integer("expert_alignment", expert_alignment)
         checks.integer("num_worst_tokens", room, 0, ranks * MAX_TOKENS_PER_RANK)
-        if room:
-            require(topk_idx is not None, "num_worst_tokens = {}: must be 0 without topk_idx", room)
-            rule = "num_worst_tokens = {}: must be at least {} * {} tokens"
-            require(tokens <= -(-room // ranks), rule, room, ranks, tokens)
+        # with a layout that is known, what was found of such tensors is true of these
+        kind = None
+        if known is not None:
+            kind = known.sizes.given, topk_idx is None, room, calls.kind_of(x), calls.kind_of(topk_weights)
+        if kind not in self._kinds:
+            self._check_dispatch(x, layout, topk_weights, room, known=known is not None)
+        sent = payload, scales = x if isinstance(x, tuple) else (x, None)
+        tokens, experts = payload.shape[0], num_tokens_per_expert.shape[0]
         routes, of = (known, experts) if known is not None else routes_of(layout, mode.nodes)
         route = Route(routes, of, max(tokens, -(-room // ranks)), room, own=known is None)
-        mode.config(hidden, route, scaled=scaled)  # checks sizes
+        if kind not in self._kinds:
+            mode.config(payload.shape[1], route, scaled=scales is not None)  # checks sizes
+            self._kinds.add(kind)
         weights = None if topk_weights is None else topk_weights.contiguous()
         if weights is not None and routes.ids.shape != weights.shape:
             weights = torch.nn.functional.pad(weights, (0, routes.ids.shape[1] - weights.shape[1]))
@@ -196,13 +196,34 @@ class Buffer(LowLatency):
             route.rows, route.tokens, received = counts.arriving, counts.tokens, counts.padded(expert_alignment)
         mode.place(route, counting)
         rows, factors, batch = mode.dispatch((*sent, weights), route, route.rows, exact=not room, early=early)
-        ids, weights = (None, None) if topk_idx is None else entries_of(batch, route, topk_idx.shape[1])
-        source = route.by_source(batch, "src_info", route.rows).select(1, 0)
+        if topk_idx is None:
+            ids, weights, (source,) = None, None, route.by_source(batch, ["src_info"], route.rows)
+        else:
+            ids, weights, source = entries_of(batch, route, topk_idx.shape[1])
+        source = source.select(1, 0)
         if route.places is not None:  # tokens count nodes in frames
             source = source % route.frame
         made = Handle(exchange.ends, None, None, source, is_token_in_rank, None)
         made.route = route
         return calls.paired(rows, factors), ids, weights, received, made, calls.finished(async_finish)
+
+    def _check_dispatch(
+        self, x: Rows, layout: Layout, topk_weights: torch.Tensor | None, room: int, *, known: bool
+    ) -> None:
+        """EPInputError unless `dispatch` takes these; a layout that is `known` need not be checked."""
+        ranks, device, (_, goes, _, topk_idx) = self.group_size, self._pool.device, layout
+        tokens = calls.check_payload(x, device)[0].shape[0]
+        checks.most("x.shape[0]", tokens)
+        if not known:
+            check_layout(layout, ranks, self._normal.nodes, device)
+        require(tokens == len(goes), "x.shape[0] = {}: must be {}, as of is_token_in_rank", tokens, len(goes))
+        require((topk_idx is None) == (topk_weights is None), "topk_idx, topk_weights: must both be given, or neither")
+        if topk_idx is not None and topk_weights is not None:
+            checks.given("topk_weights", topk_weights, shape=topk_idx.shape, dtype=torch.float32, device=device)
+        if room:
+            require(topk_idx is not None, "num_worst_tokens = {}: must be 0 without topk_idx", room)
+            rule = "num_worst_tokens = {}: must be at least {} * {} tokens"
+            require(tokens <= -(-room // ranks), rule, room, ranks, tokens)
 
     @without_gradients
     def combine(

@@ -211,7 +211,7 @@ class ElasticBuffer(Pooled):
         if do_expand:
             entries, weights = None, batch.buffers.first("row_weights", room)
         else:
-            entries, weights = entries_of(batch, made, shape[1])
+            entries, weights, _ = entries_of(batch, made, shape[1])
         if stats is not None:
             stats.add_(made.num_unaligned_recv_tokens_per_expert)
         if factors is not None and use_tma_aligned_col_major_sf:

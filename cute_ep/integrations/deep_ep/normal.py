@@ -5,7 +5,7 @@ more for each rank that it goes to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -101,13 +101,13 @@ class Route:
         assert self.of_rows is not None
         return self.of_rows
 
-    def by_source(self, batch: Dispatched, name: str, rows: int) -> torch.Tensor:
-        """The first rows of a batch's tensor, over nodes by source rank."""
+    def by_source(self, batch: Dispatched, names: Sequence[str], rows: int) -> list[torch.Tensor]:
+        """The first rows of a batch's tensors, over nodes by source rank."""
         if self.places is None:
-            return batch.buffers.first(name, rows)
-        tensor: torch.Tensor = getattr(batch, name)
-        raw = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-        return raw.index_select(0, self.places).view(tensor.dtype)
+            return batch.buffers.first_of(names, rows)
+        tensors = [getattr(batch, name) for name in names]
+        raw = [one.view(torch.uint8) if one.itemsize == 1 else one for one in tensors]
+        return [one.index_select(0, self.places).view(tensor.dtype) for one, tensor in zip(raw, tensors, strict=True)]
 
     def by_batch(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows by source rank, as the batch has them."""
@@ -121,6 +121,16 @@ class Route:
     def order(self) -> dict[str, Any]:
         """Options of a configuration: in which order rows are, and how they are padded."""
         return BY_RANK
+
+
+class Room(NamedTuple):
+    """What dispatches of a kind are sent early with: into memory for so many rows, which `carve` makes, of which tokens
+    have `nbytes`."""
+
+    communicator: EPCommunicator
+    rows: int
+    nbytes: int
+    carve: Callable[[], DispatchBuffers]
 
 
 class Early(NamedTuple):
@@ -232,15 +242,18 @@ class NormalMode:
             if early is not None:
                 route.of_rows = None  # whose communicator may give way
             communicator = self._connect(self.config(x.shape[1], route, scaled=scales is not None))
-            early = Early(communicator, self._send(communicator, sent, route.routes.ids, route, rows, exact=exact))
+            out = buffers_for(communicator, rows)
+            early = Early(communicator, self._send(communicator, sent, route.routes.ids, route, out, exact=exact))
         communicator, batch = early
         factors = None
         if scales is not None:
-            factors = route.by_source(batch, "scales", rows).contiguous().view(scales.dtype)
+            (factors,) = route.by_source(batch, ["scales"], rows)
+            factors = factors.contiguous().view(scales.dtype)
             factors = factors[:, : scales.shape[1]].contiguous()
         if route.of_rows is None or route.of_rows.hold.communicator.closed:
             route.of_rows = self._returned(communicator, batch)
-        return route.by_source(batch, "tokens", rows), factors, batch
+        (tokens,) = route.by_source(batch, ["tokens"], rows)
+        return tokens, factors, batch
 
     def send_early(self, sent: Sent, route: Route) -> Early | None:
         """Send tokens along a route before it is known how many come, into memory for as many as may. None, on all
@@ -249,20 +262,36 @@ class NormalMode:
         x, scales, _ = sent
         if self.ranks_per_node is not None:
             return None
-        agreed = self._agreed_tokens(route)
-        communicator = self._pool.known(self.config(x.shape[1], route, scaled=scales is not None, tokens=agreed))
-        if communicator is None:
-            return None
-        most = communicator.cfg.max_tokens_per_rank
-        rows = route.most_rows(self._pool.size * most)
-        if not may_send_early(rows * x.shape[1] * x.itemsize):
-            return None
         ids = route.routes.ids
-        if x.shape[0] > most:
+        kind = (
+            x.shape[1],
+            scales is None,
+            route.experts,
+            ids.shape[1],
+            self._agreed_tokens(route),
+            *route.order.values(),
+        )
+        room: Room | None = self._pool.kept.get(kind)
+        if room is None and (room := self._find_room(x, scales, route)) is not None:
+            self._pool.kept[kind] = room
+        if room is None or not may_send_early(room.nbytes):
+            return None
+        communicator = room.communicator
+        if x.shape[0] > communicator.cfg.max_tokens_per_rank:
             sent, ids = (x[:0], None if scales is None else scales[:0], None), ids[:0]
-        batch = self._send(communicator, sent, ids, route, rows)
+        batch = self._send(communicator, sent, ids, route, room.carve())
         route.of_rows = self._returned(communicator, batch)  # while the counts are on their way
         return Early(communicator, batch)
+
+    def _find_room(self, x: torch.Tensor, scales: torch.Tensor | None, route: Route) -> Room | None:
+        """For `send_early`."""
+        cfg = self.config(x.shape[1], route, scaled=scales is not None, tokens=self._agreed_tokens(route))
+        communicator = self._pool.known(cfg)
+        if communicator is None:
+            return None
+        rows = route.most_rows(self._pool.size * communicator.cfg.max_tokens_per_rank)
+        carve = DispatchBuffers.carver(communicator.cfg, communicator.device, rows)
+        return Room(communicator, rows, rows * x.shape[1] * x.itemsize, carve)
 
     def _returned(self, communicator: EPCommunicator, batch: Dispatched) -> Returned:
         return Returned(self._pool.hold(communicator), batch.without_rows())
@@ -277,11 +306,11 @@ class NormalMode:
         sent: Sent,
         ids: torch.Tensor,
         route: Route,
-        rows: int,
+        out: DispatchBuffers,
         *,
         exact: bool = True,
     ) -> Dispatched:
-        """A dispatch of tokens with these entries along a route, into new memory for so many rows."""
+        """A dispatch of tokens with these entries along a route, into new memory."""
         x, scales, weights = sent
         wire = None
         if scales is not None:
@@ -290,7 +319,6 @@ class NormalMode:
                 wire = torch.nn.functional.pad(wire, (0, more))
             wire = wire.view(torch.uint8)
         (self._words.own.add if route.own else self._words.own.discard)(communicator)
-        out = buffers_for(communicator, rows)
         if weights is not None and not exact:
             out.row_weights.zero_()
         given = checks.as_rows(x), ids, weights
@@ -340,13 +368,12 @@ class NormalMode:
         return returned.hold.communicator, returned.batch
 
 
-def entries_of(batch: Dispatched, route: Route, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there)."""
-    local = route.by_source(batch, "row_expert_ids", route.rows)
-    weights = route.by_source(batch, "row_weights", route.rows)
+def entries_of(batch: Dispatched, route: Route, slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there; [rows, 2] `src_info`)."""
+    local, weights, source = route.by_source(batch, ["row_expert_ids", "row_weights", "src_info"], route.rows)
     if slots != weights.size(1):
         local, weights = local[:, :slots], weights[:, :slots].contiguous()
-    return local.long(), weights
+    return local.long(), weights, source
 
 
 def buffers_for(communicator: EPCommunicator, rows: int) -> DispatchBuffers:
