@@ -112,6 +112,7 @@ WRONG: dict[str, Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]] = {
     "weights of a type": lambda x, weights: {"topk_weights": weights.double()},
     "no weights": lambda x, weights: {"topk_weights": None},
     "no entries": lambda x, weights: {"topk_idx": None},
+    "too little room": lambda x, weights: {"num_worst_tokens": 5},
     "no alignment": lambda x, weights: {"expert_alignment": 0},
 }
 

@@ -181,7 +181,7 @@ class Buffer(LowLatency):
         sent = payload, scales = x if isinstance(x, tuple) else (x, None)
         tokens, experts = payload.shape[0], num_tokens_per_expert.shape[0]
         routes, of = (known, experts) if known is not None else routes_of(layout, mode.nodes)
-        route = Route(routes, of, max(tokens, -(-room // ranks)), room, own=known is None)
+        route = Route(routes, of, max(tokens, room // ranks), room, own=known is None)
         if kind not in self._kinds:
             mode.config(payload.shape[1], route, scaled=scales is not None)  # checks sizes
             self._kinds.add(kind)
@@ -223,7 +223,7 @@ class Buffer(LowLatency):
         if room:
             require(topk_idx is not None, "num_worst_tokens = {}: must be 0 without topk_idx", room)
             rule = "num_worst_tokens = {}: must be at least {} * {} tokens"
-            require(tokens <= -(-room // ranks), rule, room, ranks, tokens)
+            require(tokens <= room // ranks, rule, room, ranks, tokens)
 
     @without_gradients
     def combine(
