@@ -152,7 +152,7 @@ class DispatchBuffers:
         if carving is not None and name not in vars(self):
             return carving.first(name, rows)
         tensor: torch.Tensor = getattr(self, name)
-        return tensor if tensor.size(0) == rows else tensor.narrow(0, 0, rows).data
+        return tensor if tensor.size(0) == rows else tensor[:rows].data
 
     def without_rows(self) -> DispatchBuffers:
         """The same without the memory of rows and scale factors: `tokens` is one that has as many rows."""

@@ -209,9 +209,11 @@ class Dispatched:
         """What combine reads of the batch, without the memory of its rows and scale factors, and without this rank's
         router weights: in exact mode combine must be given them. Those that travelled stay, so partial mode needs
         none."""
-        stamp = None if self.stamp is None else self.stamp._replace(router_weights=None)
         made = object.__new__(type(self))  # as in `received`
-        vars(made).update(vars(self), buffers=self.buffers.without_rows(), router_weights=None, stamp=stamp)
+        vars(made).update(vars(self), buffers=self.buffers.without_rows(), router_weights=None)
+        if self.stamp is not None:
+            origin, number, topk_ids, _, frame = self.stamp
+            vars(made)["stamp"] = Stamp(origin, number, topk_ids, None, frame)
         return made
 
     def counts_to_host(self, stream: torch.cuda.Stream | None = None) -> HostCounts:

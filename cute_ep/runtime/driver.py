@@ -99,7 +99,7 @@ class Kernel:
         at = {name: first + 8 * slot for slot, name in enumerate(self._slots)}
         self._pointers = (ctypes.c_void_p * len(values))(*(at[name] for name in self._names))
         self._pointers_at = ctypes.addressof(self._pointers)
-        self._starts: dict[int, launcher.Start | None] = {}  # by bytes of shared memory, when they are needed
+        self._starts: dict[int, launcher.Start | None] = {}  # by threads, when they are needed
 
     def _bytes_of(self, threads: int) -> int:
         """Shared memory of a CTA of so many threads."""
@@ -154,10 +154,10 @@ class Kernel:
             pairs: in clusters of 2, so `grid` must be even and the device of compute capability 9 or newer.
             threads: of a CTA, for which the kernel is compiled.
         """
-        nbytes = self._bytes_of(threads)
-        if nbytes not in self._starts:
-            self._starts[nbytes] = launcher.starter(self._function, nbytes, self._values, self._order())
-        start = self._starts[nbytes]
+        if threads not in self._starts:
+            nbytes = self._bytes_of(threads)
+            self._starts[threads] = launcher.starter(self._function, nbytes, self._values, self._order())
+        start = self._starts[threads]
         if start is None or profiler_enabled() or start(grid, threads, stream, early, pairs, given):
             # which says why the driver refuses
             self.launch_by_python(grid, given, stream, early=early, pairs=pairs, threads=threads)

@@ -136,6 +136,29 @@ def test_what_is_wrong_with_a_call_is_told_behind_right_ones(
     assert str(told.value) == str(first.value)
 
 
+@pytest.mark.parametrize("experts", [7, 0, True, [EXPERTS], "8", 1 << 20], ids=str)
+def test_a_wrong_number_of_experts_is_told_behind_right_ones(buffer: Buffer, launches: Launches, experts: Any) -> None:
+    ids = torch.zeros(3, 1, dtype=torch.int64)
+    for _ in range(2):
+        buffer.get_dispatch_layout(ids, EXPERTS)
+        buffer.get_dispatch_layout(ids, 2)
+    with pytest.raises(EPInputError, match="num_experts = "):
+        buffer.get_dispatch_layout(ids, experts)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda ids: ids.float(), lambda ids: ids[0], lambda ids: ids.tolist(), lambda ids: ids.repeat(1, EXPERTS)],
+    ids=["a type", "one row", "a list", "more entries than experts"],
+)
+def test_wrong_entries_are_told_behind_right_ones(buffer: Buffer, change: Callable[[torch.Tensor], Any]) -> None:
+    ids = torch.zeros(3, 2, dtype=torch.int64)
+    for _ in range(2):
+        buffer.get_dispatch_layout(ids, EXPERTS)
+    with pytest.raises(EPInputError, match="topk_idx"):
+        buffer.get_dispatch_layout(change(ids), EXPERTS)
+
+
 def test_a_timeout_of_the_counts_ends_the_call(
     buffer: Buffer, waits: Waits, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,9 +112,12 @@ class Buffer(LowLatency):
         over nodes [nodes] int32 tokens by node, else None; [E] int32 entries by expert; [T, R] bool, whether a token
         goes to a rank; the event."""
         self._begin(previous_event, async_finish, allocate_on_comm_stream)
-        calls.check_experts(num_experts, self.group_size)
-        checks.given("topk_idx", topk_idx, shape=(None, None), dtype=checks.ID_TYPES, device=self._pool.device)
-        checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
+        kind = (calls.kind_of(topk_idx), num_experts) if type(num_experts) is int else None
+        if kind not in self._kinds:
+            calls.check_experts(num_experts, self.group_size)
+            checks.given("topk_idx", topk_idx, shape=(None, None), dtype=checks.ID_TYPES, device=self._pool.device)
+            checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
+            self._kinds.add(kind)
         routes, goes = GivenLayout.of(topk_idx, num_experts, self.group_size)
         by_node = tokens_by_node(goes, self._normal.ranks_per_node)
         return routes.by_rank, by_node, routes.by_expert, goes, calls.finished(async_finish)

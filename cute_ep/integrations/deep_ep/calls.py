@@ -21,6 +21,7 @@ from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS
 from cute_ep.reference.routes import NO_EXPERT
 from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.pool import Hold
+from cute_ep.torch_internals import set_gradients
 
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
@@ -99,14 +100,17 @@ class Config:
 
 
 def without_gradients(call: Callable[Given, Returned]) -> Callable[Given, Returned]:
-    """As `torch.no_grad`, in less of the host's time where gradients are not enabled anyway."""
+    """As `torch.no_grad`, in less of the host's time."""
 
     @wraps(call)
     def wrapped(*args: Given.args, **kwargs: Given.kwargs) -> Returned:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        with torch.no_grad():
+        set_gradients(False)
+        try:
             return call(*args, **kwargs)
+        finally:
+            set_gradients(True)
 
     return wrapped
 
