@@ -72,26 +72,24 @@ def send_early(
             ranks.latest[key] = owed.wait().tokens
     communicator, latest = ranks.known(key, way.sms), ranks.latest.get(key)
     made, most = None, 0
-    if communicator is not None and latest is not None and communicator.cfg.nodes == 1:
-        cfg = communicator.cfg
-        most = min(room_for(latest), cfg.max_tokens_per_rank)
-        room = max_rows(ranks.size * most * cfg.top_k, cfg.groups, cfg.alignment)
+    with ranks.owing(key, exchange, found):
+        if communicator is not None and latest is not None and communicator.cfg.nodes == 1:
+            cfg = communicator.cfg
+            most = min(room_for(latest), cfg.max_tokens_per_rank)
+            room = max_rows(ranks.size * most * cfg.top_k, cfg.groups, cfg.alignment)
 
-        def arrived() -> int:
-            found.append(exchange.wait())
-            return min(sum(found[0].padded(cfg.alignment)), room)
+            def arrived() -> int:
+                found.append(exchange.wait())
+                return min(sum(found[0].padded(cfg.alignment)), room)
 
-        if may_send_early(room * cfg.hidden * torch.bfloat16.itemsize):
-            with ranks.owing(key, exchange, found):
-                if len(ids) <= most:
-                    made = send(communicator, room, arrived)
-                else:  # the others' dispatches must not wait for this rank
-                    nothing = torch.empty((0, cfg.hidden), dtype=torch.bfloat16, device=ids.device)
-                    out = DispatchBuffers.carve(cfg, communicator.device, room)
-                    communicator.dispatch(nothing, ids[:0], out=out)
-                    arrived()
-    if not found:
-        with ranks.owing(key, exchange, found):
+            early = may_send_early(room * cfg.hidden * torch.bfloat16.itemsize)
+            if early and len(ids) <= most:
+                made = send(communicator, room, arrived)
+            elif early:  # the others' dispatches must not wait for this rank
+                nothing = torch.empty((0, cfg.hidden), dtype=torch.bfloat16, device=ids.device)
+                out = DispatchBuffers.carve(cfg, communicator.device, room)
+                communicator.dispatch(nothing, ids[:0], out=out)
+        if not found:
             found.append(exchange.wait())
     ranks.latest[key] = found[0].tokens
     return (made if found[0].tokens <= most else None), found[0]
