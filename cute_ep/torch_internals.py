@@ -36,6 +36,7 @@ PARTS = {
     "in_functorch": Part("torch._C", "_are_functorch_transforms_active", "cute_ep.ops refuses transforms"),
     "default_store": Part("torch.distributed.distributed_c10d", "_get_default_store", "processes meet in connect"),
     "BelowAutograd": Part("torch._C", "_AutoDispatchBelowAutograd", "cute_ep.ops register their own gradients"),
+    "BelowViews": Part("torch._C", "_AutoDispatchBelowADInplaceOrView", "tensors in one memory are no views"),
     "BELOW_AUTOGRAD": Part("torch._C", "_after_autograd_keyset", "cute_ep.ops register their own gradients"),
     "get_proxy_mode": Part("torch.fx.experimental.proxy_tensor", "get_proxy_mode", "rounds are not recomputed"),
     "AsyncCollectiveTensor": Part(COLLECTIVES, "AsyncCollectiveTensor", "torchtitan's experts hear numbers of tokens"),

@@ -161,7 +161,9 @@ class DispatchBuffers:
             rows = carving.rows(self.tokens.size(0))
         else:
             rows = self.src_info if self.row_expert_ids is None else self.row_expert_ids
-        return self._made({**vars(self), "tokens": rows, "scales": None, "row_scales": None}, self.memory)
+        made = object.__new__(type(self))  # as in `_made`
+        vars(made).update(vars(self), tokens=rows, scales=None, row_scales=None)
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: they have all tensors, and nothing that says that these were made together."""

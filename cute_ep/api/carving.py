@@ -15,6 +15,7 @@ import torch
 
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import align_up
+from cute_ep.torch_internals import BelowViews
 
 WORD = torch.int32
 """Element type of an allocation; what is carved out of it has as wide elements."""
@@ -108,7 +109,7 @@ class Carving:
 
     def rows(self, count: int) -> torch.Tensor:
         """A tensor with so many rows, no more than words, for what asks only how many there are."""
-        return self._memory.as_strided((count,), (1,), 0)
+        return self._memory[:count]
 
     def _carved(self, names: Sequence[str], rows: int | None) -> list[torch.Tensor]:
         """New tensors of so many rows, or of all."""
@@ -116,8 +117,9 @@ class Carving:
         if torch.is_inference_mode_enabled() != inference:
             with torch.inference_mode(inference):
                 return self._carved(names, rows)
-        for name in names:
-            shape, strides, first, dtype = self.pieces.by_name[name]
-            own = memory if dtype == WORD else memory.view(dtype)
-            made.append(own.as_strided(shape if rows is None else (rows, *shape[1:]), strides, first).data)
+        with BelowViews():
+            for name in names:
+                shape, strides, first, dtype = self.pieces.by_name[name]
+                own = memory if dtype == WORD else memory.view(dtype)
+                made.append(own.as_strided(shape if rows is None else (rows, *shape[1:]), strides, first))
         return made

@@ -200,7 +200,7 @@ class Buffer(LowLatency):
         mode.place(route, counting)
         rows, factors, batch = mode.dispatch((*sent, weights), route, route.rows, exact=not room, early=early)
         if topk_idx is None:
-            ids, weights, (source,) = None, None, route.by_source(batch, ["src_info"], route.rows)
+            ids, weights, source = None, None, route.by_source(batch, "src_info", route.rows)
         else:
             ids, weights, source = entries_of(batch, route, topk_idx.shape[1])
         source = source.select(1, 0)

@@ -5,7 +5,7 @@ more for each rank that it goes to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -101,13 +101,13 @@ class Route:
         assert self.of_rows is not None
         return self.of_rows
 
-    def by_source(self, batch: Dispatched, names: Sequence[str], rows: int) -> list[torch.Tensor]:
-        """The first rows of a batch's tensors, over nodes by source rank."""
+    def by_source(self, batch: Dispatched, name: str, rows: int) -> torch.Tensor:
+        """The first rows of a batch's tensor, over nodes by source rank."""
         if self.places is None:
-            return batch.buffers.first_of(names, rows)
-        tensors = [getattr(batch, name) for name in names]
-        raw = [one.view(torch.uint8) if one.itemsize == 1 else one for one in tensors]
-        return [one.index_select(0, self.places).view(tensor.dtype) for one, tensor in zip(raw, tensors, strict=True)]
+            return batch.buffers.first(name, rows)
+        tensor: torch.Tensor = getattr(batch, name)
+        raw = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+        return raw.index_select(0, self.places).view(tensor.dtype)
 
     def by_batch(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows by source rank, as the batch has them."""
@@ -247,13 +247,11 @@ class NormalMode:
         communicator, batch = early
         factors = None
         if scales is not None:
-            (factors,) = route.by_source(batch, ["scales"], rows)
-            factors = factors.contiguous().view(scales.dtype)
+            factors = route.by_source(batch, "scales", rows).contiguous().view(scales.dtype)
             factors = factors[:, : scales.shape[1]].contiguous()
         if route.of_rows is None or route.of_rows.hold.communicator.closed:
             route.of_rows = self._returned(communicator, batch)
-        (tokens,) = route.by_source(batch, ["tokens"], rows)
-        return tokens, factors, batch
+        return route.by_source(batch, "tokens", rows), factors, batch
 
     def send_early(self, sent: Sent, route: Route) -> Early | None:
         """Send tokens along a route before it is known how many come, into memory for as many as may. None, on all
@@ -370,7 +368,11 @@ class NormalMode:
 
 def entries_of(batch: Dispatched, route: Route, slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there; [rows, 2] `src_info`)."""
-    local, weights, source = route.by_source(batch, ["row_expert_ids", "row_weights", "src_info"], route.rows)
+    names, rows = ("row_expert_ids", "row_weights", "src_info"), route.rows
+    if route.places is None:
+        local, weights, source = batch.buffers.first_of(names, rows)
+    else:
+        local, weights, source = (route.by_source(batch, name, rows) for name in names)
     if slots != weights.size(1):
         local, weights = local[:, :slots], weights[:, :slots].contiguous()
     return local.long(), weights, source
