@@ -198,17 +198,18 @@ class Rank:
     def check_all(self) -> None:
         """Both kinds of batches, in turns, so that each call follows another kind: every format with every routing and
         with all numbers of tokens, and these with every routing in half of the formats."""
-        seed = 0
+        seed, most = 0, pools.EARLY_BYTES
         for number, fmt in enumerate(FORMATS):
             dispatcher = self.dispatcher(fmt)
-            assert dispatcher._early
-            dispatcher._early = number % 2 == 0  # or the host waits before rows are sent, as of more of them
+            assert dispatcher.cfg.max_rows * dispatcher._row_bytes <= most
+            pools.EARLY_BYTES = 0 if number % 2 else most  # or the host waits before rows are sent, as of more of them
             dispatcher.prebuild()
             for turn, routing in enumerate(ROUTINGS):
                 for tokens in SIZES[(number + turn) % 2 :: 2]:
                     alike = abs(tokens[0] - tokens[1]) <= 1
                     for self.extend, self.alone in ((True, False), (False, False), (False, True))[: 2 + alike]:
                         self.check(dispatcher, routing, tokens, seed := seed + 1)
+        pools.EARLY_BYTES = most
 
     def check_room_for_a_shared_batch(self) -> None:
         """Parts that differ by one token, all of them to one expert: from the smaller part 129 tokens are derived, one

@@ -11,7 +11,7 @@ import torch
 
 from cute_ep import DispatchBuffers, EPCommunicator, EPConfig, EPInputError
 from cute_ep.integrations.common.checks import Names, room_for
-from cute_ep.integrations.common.pools import OwnSizes, config_for, may_send_early
+from cute_ep.integrations.common.pools import OwnSizes, config_for, may_send_early, room_of
 from cute_ep.layouts.maps.routing import max_rows
 from cute_ep.runtime.counts import CountExchange, ReceiveCounts
 from cute_ep.runtime.group_pool import GroupPool
@@ -42,6 +42,22 @@ def host_tensor(numbers: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """The numbers, at least one, int32 or int64, on the CPU. `torch.tensor` takes 40 us for 128 of them (a CPU,
     2026-11-28)."""
     return torch.frombuffer(array(CODES[dtype], numbers), dtype=dtype)
+
+
+def early_room(
+    exchange: CountExchange, alignment: int, most: int, row_bytes: int
+) -> tuple[int, Callable[[], ReceiveCounts]]:
+    """How many rows to make room for where `most` may come, and what waits for their numbers, to be asked once: for all
+    of them, before the host knows how many come, if that is not too much memory, or else for those that come, padded to
+    `alignment`. All ranks must ask alike.
+
+    Raises:
+        As of `CountExchange.wait`.
+    """
+    if may_send_early(most * row_bytes):
+        return most, exchange.wait
+    counts = exchange.wait()
+    return room_of(sum(counts.padded(alignment))), lambda: counts
 
 
 def send_early(

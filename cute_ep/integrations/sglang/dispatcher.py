@@ -12,6 +12,7 @@ from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import checks, pools, versions
 from cute_ep.integrations.common.blocks import PACKED, columns_first, packed_exponents
 from cute_ep.integrations.common.checks import FLOATS, as_rows, demand, named_config, require
+from cute_ep.integrations.common.early import early_room
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, max_rows
@@ -80,7 +81,7 @@ class CuteEPDispatcher(BaseDispatcher):
         self._communicator: EPCommunicator | None = None
         self._batch: Dispatched | None = None
         self._rows = 0  # that the dispatch has returned
-        self._early = pools.may_send_early(self.cfg.max_rows * hidden_size * (1 if use_fp8_dispatch else 2))
+        self._row_bytes = hidden_size * (1 if use_fp8_dispatch else 2)
 
     def prebuild(self) -> None:
         """Connect, with all ranks; SGLang calls it for the first layer when it starts. Else the first dispatch does."""
@@ -118,22 +119,18 @@ class CuteEPDispatcher(BaseDispatcher):
         communicator = self._connected()
         ids = topk_output.topk_ids.contiguous()  # not narrowed, since the kernel checks them
         weights = topk_output.topk_weights.to(torch.float32).contiguous()
-        masked, together, awaited = not get_is_extend_in_batch(), 0, None
+        masked, together, counts = not get_is_extend_in_batch(), 0, None
         if masked:
             together = self._tokens_of_all(tokens)
             room = max_rows(together * cfg.top_k, cfg.local_experts, ALIGNMENT)
         else:
             exchange, routes = ranks.begin_counts(ids, cfg, _sms())
             ids = routes.ids
-            if self._early:
-                room, awaited = cfg.max_rows, exchange
-            else:
-                room = sum(exchange.wait().padded(ALIGNMENT))
-        most = room if masked or awaited is not None else pools.room_of(room)
-        out = DispatchBuffers.carve(communicator.cfg, communicator.device, most)
+            room, counts = early_room(exchange, ALIGNMENT, cfg.max_rows, self._row_bytes)
+        out = DispatchBuffers.carve(communicator.cfg, communicator.device, room)
         batch = communicator.dispatch(as_rows(hidden_states), ids, weights, out=out)
-        if awaited is not None:
-            room = sum(awaited.wait().padded(ALIGNMENT))
+        if counts is not None:
+            room = sum(counts().padded(ALIGNMENT))
         # the runner may free rows and scale factors
         self._batch, self._rows = batch.without_rows(), room
         received = batch.buffers.first("tokens", room)

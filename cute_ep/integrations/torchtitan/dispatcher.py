@@ -18,6 +18,7 @@ from cute_ep.api.types import CombineMode
 from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.integrations.common import checks, pools
 from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, demand, named_config, room_for
+from cute_ep.integrations.common.early import early_room
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.calls import dispatch_rows
 from cute_ep.ops.library import FORWARD_OPS
@@ -147,14 +148,9 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
     def _send(self, comm: str, exchange: CountExchange, x: Tensor, ids: Tensor, scores: Tensor) -> cute_ep.ops.Batch:
         """A dispatch without gradients, before it is known how many rows come if that takes not too much memory."""
 
-        def arriving() -> int:
-            return sum(exchange.wait().padded(self.alignment))
-
-        room = communicator_of(comm).cfg.max_rows
-        if pools.may_send_early(room * x.shape[1] * x.itemsize):
-            return dispatch_rows(x, ids, scores, comm, room, arriving)
-        come = arriving()
-        return dispatch_rows(x, ids, scores, comm, pools.room_of(come), lambda: come)
+        most = communicator_of(comm).cfg.max_rows
+        room, counts = early_room(exchange, self.alignment, most, x.shape[1] * x.itemsize)
+        return dispatch_rows(x, ids, scores, comm, room, lambda: sum(counts().padded(self.alignment)))
 
     def combine(self, routed_output_RD: Tensor, metadata: cute_ep.ops.Batch, x_TD: Tensor) -> Tensor:
         """The experts' rows, [R, D], to [T, D] sums of each token's rows times its scores, of the type of `x_TD`."""

@@ -14,8 +14,8 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPInputError
 from cute_ep.integrations.common.checks import as_rows, named_config
-from cute_ep.integrations.common.early import host_tensor
-from cute_ep.integrations.common.pools import OwnSizes, may_send_early, room_of
+from cute_ep.integrations.common.early import early_room, host_tensor
+from cute_ep.integrations.common.pools import OwnSizes
 from cute_ep.integrations.vllm.layer import CuteEPLayer, PrepareInput, Sending, quantize
 from cute_ep.integrations.vllm.manager import DEFAULTS, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import FP8
@@ -104,10 +104,7 @@ class CuteEPStandard(CuteEPLayer):
             exchange, routes = self._manager.pool.begin_counts(topk_ids, cfg, self._options.sms)
             if first:
                 return self._reserved_rows(), None, routes.ids
-            if may_send_early(most * cfg.hidden * rows.itemsize):
-                return most, exchange.wait, routes.ids
-            counts = exchange.wait()
-            return room_of(sum(counts.padded(cfg.alignment))), lambda: counts, routes.ids
+            return *early_room(exchange, cfg.alignment, most, cfg.hidden * rows.itemsize), routes.ids
         return self._reserved_rows() if first else most, None, topk_ids.contiguous()
 
     def _reserved_rows(self) -> int:
