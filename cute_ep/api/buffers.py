@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from cute_ep.api.carving import Carving, Pieces
+from cute_ep.api.carving import Carving, Pieces, first_rows
 from cute_ep.api.config import EPConfig, is_integer
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.provenance import Generation, Memory
@@ -110,12 +110,10 @@ class DispatchBuffers:
         cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None
     ) -> Callable[[], DispatchBuffers]:
         """What makes anew each time what `carve` makes, in less of the host's time."""
-        whole, pieces = _parts(cfg, rows_for(cfg, check_capacity(cfg, capacity)))
-        absent = {name: None for name, want in whole.items() if want is None}
-        apart = [(name, *want) for name, want in whole.items() if want is not None]
+        absent, apart, pieces = _parts(cfg, rows_for(cfg, check_capacity(cfg, capacity)))
 
         def make() -> DispatchBuffers:
-            tensors: dict[str, torch.Tensor | None] = absent.copy()
+            tensors: dict[str, torch.Tensor | None] = {**absent}
             for name, shape, dtype in apart:
                 tensors[name] = torch.empty(shape, dtype=dtype, device=device)
             return cls._made(tensors, Memory(Generation(), cfg, Carving(pieces, device)))
@@ -152,10 +150,11 @@ class DispatchBuffers:
         if carving is not None and name not in vars(self):
             return carving.first(name, rows)
         tensor: torch.Tensor = getattr(self, name)
-        return tensor if tensor.size(0) == rows else tensor[:rows].data
+        return tensor if tensor.size(0) == rows else first_rows(tensor, rows)
 
-    def without_rows(self) -> DispatchBuffers:
-        """The same without the memory of rows and scale factors: `tokens` is one that has as many rows."""
+    def without_rows(self, weights: torch.Tensor | None = None) -> DispatchBuffers:
+        """The same without the memory of rows and scale factors: `tokens` is one that has as many rows. `weights`: a
+        tensor like those that this library has made, to stand for them."""
         carving = self.memory.carving
         if carving is not None:
             rows = carving.rows(self.tokens.size(0))
@@ -163,6 +162,8 @@ class DispatchBuffers:
             rows = self.src_info if self.row_expert_ids is None else self.row_expert_ids
         made = object.__new__(type(self))  # as in `_made`
         vars(made).update(vars(self), tokens=rows, scales=None, row_scales=None)
+        if weights is not None:
+            vars(made)["weights"] = weights
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -297,11 +298,13 @@ def buffer_shapes(cfg: EPConfig, rows: int) -> Shapes:
 
 
 @lru_cache(maxsize=256)
-def _parts(cfg: EPConfig, rows: int) -> tuple[Shapes, Pieces]:
-    """`buffer_shapes` of tensors with an allocation of their own, and of those that there are none of; the others."""
+def _parts(cfg: EPConfig, rows: int) -> tuple[dict[str, None], list[tuple[str, tuple[int, ...], torch.dtype]], Pieces]:
+    """Tensors that there are none of; names, shapes and types of those with an allocation of their own; the others."""
     shapes = buffer_shapes(cfg, rows)
+    absent = {name: None for name, want in shapes.items() if want is None}
     shared = {name: want for name, want in shapes.items() if want is not None and name not in APART}
-    return {name: want for name, want in shapes.items() if name not in shared}, Pieces.of(shared)
+    apart = [(name, *want) for name, want in shapes.items() if want is not None and name in APART]
+    return absent, apart, Pieces.of(shared)
 
 
 def _tensors(shapes: Shapes, device: torch.device | str) -> dict[str, torch.Tensor | None]:

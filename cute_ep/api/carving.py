@@ -22,6 +22,23 @@ WORD = torch.int32
 WORD_BYTES = WORD.itemsize
 
 
+@lru_cache(maxsize=64)
+def _rows(count: int, device: torch.device) -> torch.Tensor:
+    """`Carving.rows`."""
+    with torch.inference_mode(False):
+        return torch.empty(count, dtype=WORD, device=device)
+
+
+def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """So many first rows, as if they had been made with the memory: as of `Carving.tensor`."""
+    inference = tensor.is_inference()
+    if torch.is_inference_mode_enabled() != inference:
+        with torch.inference_mode(inference):
+            return first_rows(tensor, count)
+    with BelowViews():
+        return tensor[:count]
+
+
 class Piece(NamedTuple):
     """A row-major tensor of these extents and type, behind so many words."""
 
@@ -108,8 +125,8 @@ class Carving:
         return self._carved(names, rows)
 
     def rows(self, count: int) -> torch.Tensor:
-        """A tensor with so many rows, no more than words, for what asks only how many there are."""
-        return self._memory[:count]
+        """A tensor with so many rows, for what asks only how many there are; other carvings have the same one."""
+        return _rows(count, self._memory.device)
 
     def _carved(self, names: Sequence[str], rows: int | None) -> list[torch.Tensor]:
         """New tensors of so many rows, or of all."""

@@ -205,12 +205,12 @@ class Dispatched:
         """`derived`, of arguments that were checked."""
         return replace(self, **changes)
 
-    def without_rows(self) -> Self:
+    def without_rows(self, weights: Tensor | None = None) -> Self:
         """What combine reads of the batch, without the memory of its rows and scale factors, and without this rank's
         router weights: in exact mode combine must be given them. Those that travelled stay, so partial mode needs
-        none."""
+        none; `weights`, float32 of their shape and contiguous, take their place and are not checked."""
         made = object.__new__(type(self))  # as in `received`
-        vars(made).update(vars(self), buffers=self.buffers.without_rows(), router_weights=None)
+        vars(made).update(vars(self), buffers=self.buffers.without_rows(weights), router_weights=None)
         if self.stamp is not None:
             origin, number, topk_ids, _, frame = self.stamp
             vars(made)["stamp"] = Stamp(origin, number, topk_ids, None, frame)

@@ -32,8 +32,10 @@ READ, SEEN, CARVED = "read", "seen", "carved"
 several tensors of new buffers were carved out of."""
 SENT = ("input.x", "ids.data", "input.router_weights", "input.global_scale", "input.scales", "input.row_scales")
 """Addresses of what dispatch is given."""
-LEFT = ("batch.row_map", "batch.headers", "batch.weights")
-"""Those of what dispatch has left for combine."""
+LEFT_BEHIND = ("row_map", "headers", "weights")
+"""What dispatch has left for combine."""
+LEFT = tuple(f"batch.{name}" for name in LEFT_BEHIND)
+"""Its addresses."""
 SUMMED = ("ids.data", "sums.router_weights", "sums.epilogue_data", "sums.out")
 """Those of what combine sums with."""
 RECEIVED = (*(f"out.{name}" for name in WRITTEN), "scales.data")
@@ -154,8 +156,11 @@ def _left(dispatched: Dispatched, whole: bool) -> Kind:
         checked = buffers.tokens, buffers.row_offsets, buffers.num_rows
     else:
         checked = buffers.tokens, None, None
-        if buffers.memory.carving is not None:
-            return *buffers.memory.carving.addresses_of("row_map", "headers", "weights"), *checked
+        if (carving := buffers.memory.carving) is not None:
+            left = carving.addresses_of(*LEFT_BEHIND)
+            if "weights" in vars(buffers):  # which others may stand for
+                left[-1] = buffers.weights.data_ptr()
+            return *left, *checked
     return buffers.row_map, buffers.headers, buffers.weights, *checked
 
 
