@@ -151,8 +151,12 @@ class GroupPool(Pool):
             EPInputError: as of `count_routes`.
         """
         routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size, **options)
-        made: dict[str, Any] = {"timeout_s": cfg.timeout_s, "ranks_per_node": cfg.ranks_per_node}
-        counting = self.counting(routes.words, sms=sms, **made)
+        key = "counting", routes.words, sms, cfg.timeout_s, cfg.ranks_per_node
+        counting: Counting | None = self.kept.get(key)
+        if counting is None:
+            made: dict[str, Any] = {"timeout_s": cfg.timeout_s, "ranks_per_node": cfg.ranks_per_node}
+            counting = self.counting(routes.words, sms=sms, **made)
+            self.kept[key] = counting
         return counting.exchange(routes.sent, cfg.num_experts), routes
 
     @contextmanager
