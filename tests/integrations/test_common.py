@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import LEAST_TOKENS, alignment_for, room_for
+from cute_ep.integrations.common.constants import Constant
 from cute_ep.integrations.common.pools import room_of
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 from cute_ep.runtime.counts import ReceiveCounts
@@ -60,3 +62,20 @@ def test_an_alignment_that_there_is_not_is_refused() -> None:
 @pytest.mark.parametrize(("alignment", "rows"), [(1, [0, 1, 8, 9]), (8, [0, 8, 8, 16])])
 def test_rows_of_experts_are_padded_each(alignment: int, rows: list[int]) -> None:
     assert ReceiveCounts([0, 1, 8, 9], 3, 5).padded(alignment) == rows
+
+
+def test_constants_share_memory_until_more_is_needed() -> None:
+    """Calls of inference mode and others have the same ones."""
+    asked: list[int] = []
+
+    def make(rows: int, device: torch.device) -> torch.Tensor:
+        asked.append(rows)
+        return torch.arange(rows, device=device)
+
+    constant, place = Constant(make), torch.device("cpu")
+    with torch.inference_mode():
+        first = constant.first(5, place)
+    assert first.tolist() == [0, 1, 2, 3, 4] and not first.is_inference()
+    assert constant.first(8, place).data_ptr() == first.data_ptr() and asked == [8]
+    assert constant.first(9, place).tolist() == list(range(9)) and asked == [8, 16]
+    assert constant.first(0, place).tolist() == []

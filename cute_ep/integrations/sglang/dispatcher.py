@@ -12,6 +12,7 @@ from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import checks, pools, versions
 from cute_ep.integrations.common.blocks import PACKED, columns_first, packed_exponents
 from cute_ep.integrations.common.checks import FLOATS, as_rows, demand, named_config, require
+from cute_ep.integrations.common.constants import ONES
 from cute_ep.integrations.common.early import early_room
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.record import align_up
@@ -137,13 +138,14 @@ class CuteEPDispatcher(BaseDispatcher):
         scales = None if batch.scales is None else batch.buffers.first("scales", room)
         if scales is not None and self._packed:
             scales = columns_first(packed_exponents(scales))
-        sent = tokens * cfg.world_size * cfg.top_k
+        sent, place = tokens * cfg.world_size * cfg.top_k, received.device
+        begins, numbers = batch.buffers.first_of(("row_offsets", "row_counts"), cfg.local_experts)
         return DeepEPv2DispatchOutput(
             hidden_states=received,
             hidden_states_scale=scales,
             topk_ids=None,
-            topk_weights=torch.ones(room, dtype=torch.float32, device=received.device),
-            psum_num_recv_tokens_per_expert=batch.row_offsets[:-1] + batch.row_counts,
+            topk_weights=torch.ones(room, dtype=torch.float32, device=place) if masked else ONES.first(room, place),
+            psum_num_recv_tokens_per_expert=begins + numbers,
             is_expanded=True,
             use_masked_gemm=masked,
             expected_m=sent // cfg.num_experts + 1 if masked else 0,

@@ -14,6 +14,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPInputError
 from cute_ep.integrations.common.checks import as_rows, named_config
+from cute_ep.integrations.common.constants import NUMBERS_COLUMN, ONES_COLUMN
 from cute_ep.integrations.common.early import early_room, host_tensor
 from cute_ep.integrations.common.pools import OwnSizes
 from cute_ep.integrations.vllm.layer import CuteEPLayer, PrepareInput, Sending, quantize
@@ -79,7 +80,8 @@ class CuteEPStandard(CuteEPLayer):
             if counts is not None:
                 found = counts()
                 come, counted = sum(found.padded(self._cfg.alignment)), host_tensor(found.entries, torch.int32)
-            numbers = self._row_ids(batch, come, given.topk_ids.dtype)
+            kind, numbered = given.topk_ids.dtype, self._row_ids if counted is None else self._ids_of_all
+            numbers = numbered(batch, come, kind)
             rows, factors = batch.tokens[:come], None if batch.scales is None else batch.scales[:come]
             if come and not as_it_is:
                 if counted is None:  # what is behind the last row must not take part in a scale factor of all rows
@@ -88,7 +90,10 @@ class CuteEPStandard(CuteEPLayer):
                 nvfp4 = quant.quant_dtype == "nvfp4"
                 rows, factors = quantize(rows, quant, quant.a1_gscale if nvfp4 else quant.a1_scale)
             meta = mk.ExpertTokensMetadata(expert_num_tokens=batch.row_counts, expert_num_tokens_cpu=counted)
-            ones = torch.ones(numbers.shape, dtype=torch.float32, device=numbers.device)
+            if counted is None:
+                ones = torch.ones(numbers.shape, dtype=torch.float32, device=numbers.device)
+            else:
+                ones = ONES_COLUMN.first(come, numbers.device)
             return rows, factors, meta, numbers, ones
 
         return (rows, ids, weights), scales, out, result
@@ -135,3 +140,15 @@ class CuteEPStandard(CuteEPLayer):
         local = torch.searchsorted(batch.row_offsets[1:], row, right=True).clamp(max=cfg.local_experts - 1)
         inside = row - batch.row_offsets[local] < batch.row_counts[local]
         return torch.where(inside, local + first, elsewhere).to(dtype)[:, None]
+
+    def _ids_of_all(self, batch: Dispatched, rows: int, dtype: torch.dtype) -> Tensor:
+        """`_row_ids` of all rows that have come, padding included."""
+        cfg, rank, offsets = self._cfg, self._manager.rank, batch.row_offsets
+        first, elsewhere = rank * cfg.local_experts, 0 if rank else cfg.num_experts - 1
+        row, narrow = NUMBERS_COLUMN.first(rows, offsets.device), dtype == torch.int32
+        ids = torch.searchsorted(offsets[1:], row, right=True, out_int32=narrow)
+        if first:
+            ids += first
+        if cfg.alignment > 1:
+            ids.masked_fill_(batch.buffers.first("src_info", rows)[:, :1] < 0, elsewhere)
+        return ids
