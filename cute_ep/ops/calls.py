@@ -7,71 +7,19 @@ that time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_ep.api.buffers import BUFFERS, DispatchBuffers, buffer_shapes
-from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.buffers import BUFFERS, DispatchBuffers
 from cute_ep.api.errors import EPInputError
+from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import CombineMode
 from cute_ep.ops import gradients, library
+from cute_ep.ops.batches import Batch, PlainBatch, read_by_combine
 from cute_ep.ops.bypass import PLAIN, needs_op
-from cute_ep.ops.registry import communicator_of, registered
-
-
-class Batch(NamedTuple):
-    """One rank's share of a dispatched batch as plain tensors: those of `DispatchBuffers`, and these.
-
-    Tensors that the configuration has not are empty, in batches of adapters also what neither experts nor combine read,
-    and `frame_ids` has the rows of the batch's frames. Rows behind the last one and their `src_info` hold anything, and
-    so does `row_map` of tokens that do not exist, unless dispatch was told to clear them.
-
-    Attributes:
-        comm: name of the communicator.
-        topk_ids, router_weights: this rank's own, as dispatch was given them.
-    """
-
-    comm: str
-    topk_ids: Tensor
-    router_weights: Tensor | None
-    tokens: Tensor
-    scales: Tensor
-    row_scales: Tensor
-    row_offsets: Tensor
-    row_counts: Tensor
-    scales_offsets: Tensor
-    expert_ids: Tensor
-    src_info: Tensor
-    num_rows: Tensor
-    row_map: Tensor
-    headers: Tensor
-    weights: Tensor
-    row_weights: Tensor
-    row_expert_ids: Tensor
-    source_ranges: Tensor
-    frame_ids: Tensor
-
-    def dispatched(self) -> Dispatched:
-        """The batch as the rest of the library takes it, such as `dequantize`. Not in compiled code."""
-        shapes = buffer_shapes(communicator_of(self.comm).cfg, self.tokens.shape[0])
-        tensors: dict[str, Any] = {name: None if shapes[name] is None else getattr(self, name) for name in BUFFERS}
-        return replace(library.batch_of(*_read(self.tokens, self, "exact")), buffers=DispatchBuffers(**tensors))
-
-
-def _read(rows: Tensor, batch: Batch, mode: str) -> tuple[Tensor, tuple[Tensor | None, ...], str]:
-    """(rows, KEPT of the batch, its communicator): what a combine reads. EPInputError: it is no `Batch`."""
-    if not isinstance(batch, Batch):
-        raise EPInputError(f"batch = {type(batch).__name__}: must be what dispatch of cute_ep.ops returned")
-    weights = None if mode == "unweighted" else batch.router_weights
-    return (
-        rows,
-        (batch.topk_ids, weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights, batch.frame_ids),
-        batch.comm,
-    )
+from cute_ep.ops.registry import register, registered
 
 
 def _order(comm: str, sent: Tensor) -> Tensor:
@@ -138,34 +86,42 @@ def dispatch_rows(
     x: Tensor,
     topk_ids: Tensor,
     router_weights: Tensor | None,
-    comm: str,
+    communicator: EPCommunicator,
     capacity: int,
     rows: Callable[[], int],
-) -> Batch:
-    """`dispatch` on one node for adapters whose host waits for the number of rows: without gradients, and with those
-    tensors of the batch that experts and combine read, of which those of rows have as many as come. All others are
-    empty, so `Batch.dispatched` is of no use. They share memory that has room for `capacity` rows.
+) -> Batch | PlainBatch:
+    """`dispatch` on one node for adapters whose host waits for the number of rows. These share memory that has room for
+    `capacity` of them.
 
     Args:
+        communicator: one that `register` takes.
         rows: how many rows come. It is asked when the dispatch was sent; before where something else sees the call.
 
     Raises:
-        EPInputError, EPTimeout: as `dispatch`.
+        EPInputError, EPTimeout: as `dispatch`, `register`.
     """
+    if communicator.shares_device:
+        register(communicator)  # which says why not
     if needs_op(x=x, topk_ids=topk_ids, router_weights=router_weights):
-        return dispatch(x, topk_ids, router_weights, comm, capacity=rows())
-    communicator = communicator_of(comm)
-    buffers = DispatchBuffers.carve(communicator.cfg, communicator.device, capacity)
-    library.dispatch_into(x, topk_ids, router_weights, None, comm, None, buffers)
-    count = rows()
-    made = dict.fromkeys(BUFFERS, x.new_empty(0))
-    made |= {name: buffers.first(name, count) for name in ("tokens", "row_weights")}
-    made |= {name: getattr(buffers, name) for name in ("row_offsets", "row_map", "headers", "weights")}
-    return Batch(comm, topk_ids, router_weights, **made)
+        return dispatch(x, topk_ids, router_weights, register(communicator), capacity=rows())
+    travelling = router_weights
+    if travelling is not None and travelling.requires_grad:
+        travelling = travelling.detach()
+
+    def send(x: Tensor) -> PlainBatch:
+        buffers = DispatchBuffers.carve(communicator.cfg, communicator.device, capacity)
+        sent = library.as_sent(x, topk_ids, travelling)
+        return PlainBatch(communicator, communicator.dispatch(*sent, out=buffers), router_weights, rows())
+
+    if not _needs_gradient(x):
+        return send(x)
+    tokens, batch = gradients.DispatchRows.apply(send, x)
+    batch.tokens = tokens
+    return batch
 
 
 def combine(
-    rows: Tensor, batch: Batch, mode: CombineMode = "partial", *, dtype: torch.dtype = torch.bfloat16
+    rows: Tensor, batch: Batch | PlainBatch, mode: CombineMode = "partial", *, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """As `EPCommunicator.combine`, differentiable in `rows` and in the batch's `router_weights`.
 
@@ -174,7 +130,7 @@ def combine(
 
     Args:
         rows: [N >= num_rows, hidden] bfloat16; a strided tensor is copied.
-        batch: what `dispatch` or `dispatch_into` returned.
+        batch: what `dispatch`, `dispatch_rows` or `dispatch_into` returned.
         mode, dtype: as there.
 
     Raises:
@@ -182,8 +138,13 @@ def combine(
             a fused shared expert, or where dispatch has none.
         EPTimeout: as there.
     """
-    rows, kept, comm = _read(rows, batch, mode)
-    if needs_op(rows=rows, router_weights=kept[1], row_map=batch.row_map):
+    if isinstance(batch, PlainBatch):
+        weights = batch.router_weights
+        if not (needs_op(rows=rows, router_weights=weights) or _needs_gradient(rows, weights)):
+            return batch.combine(rows, mode, dtype)
+    given = batch.whole() if isinstance(batch, PlainBatch) else batch
+    rows, kept, comm = read_by_combine(rows, given, mode)
+    if needs_op(rows=rows, router_weights=kept[1], row_map=given.row_map):
         call = torch.ops.cute_ep.combine
     elif _needs_gradient(rows, kept[1]):
         call = partial(gradients.Combine.apply, library.combine)
@@ -236,7 +197,7 @@ def combine_into(rows: Tensor, batch: Batch, out: Tensor, mode: CombineMode = "p
     Raises:
         EPInputError, EPTimeout: as `EPCommunicator.combine`; `rows` or router weights require a gradient.
     """
-    rows, kept, comm = _read(rows, batch, mode)
+    rows, kept, comm = read_by_combine(rows, batch, mode)
     _refuse_gradient(rows=rows, router_weights=kept[1])
     if needs_op(rows=rows, router_weights=kept[1], out=out):
         torch.ops.cute_ep.combine_out(rows, *kept, comm, mode, _order(comm, rows), out)

@@ -15,9 +15,13 @@ from cute_ep.api.buffers import BUFFERS
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.layouts.maps.formats import BF16
 from cute_ep.layouts.maps.variants import NO_HOOKS
+from cute_ep.ops.batches import PlainBatch
 from cute_ep.ops.library import LIBRARY
-from cute_ep.ops.registry import communicator_of
+from cute_ep.ops.registry import communicator_of, registered
 from cute_ep.torch_internals import BELOW_AUTOGRAD, BelowAutograd, activation_memory_budget, get_proxy_mode
+
+KEPT = ("row_offsets", "row_map", "headers", "weights", "frame_ids")
+"""Tensors of a batch that backward passes read."""
 
 
 def check_differentiable(comm: str, combine_mode: str | None = None, *, weights: bool = False) -> None:
@@ -66,8 +70,7 @@ class Dispatch(torch.autograd.Function):
         output = call(*inputs)
         ctx.comm, ctx.order = comm, order
         batch = dict(zip(BUFFERS, output, strict=True))
-        kept = ("row_offsets", "row_map", "headers", "weights", "frame_ids")
-        ctx.save_for_backward(topk_ids, *(batch[name] for name in kept))
+        ctx.save_for_backward(topk_ids, *(batch[name] for name in KEPT))
         ctx.mark_non_differentiable(*(one for name, one in batch.items() if name != "tokens"))
         return output
 
@@ -77,6 +80,25 @@ class Dispatch(torch.autograd.Function):
         ones, travelled = ones_for(topk_ids, weights)
         read = grad_tokens, topk_ids, ones, *batch, travelled, frame_ids
         return None, torch.ops.cute_ep.combine(*read, ctx.comm, "partial", torch.bfloat16, ctx.order), *[None] * 8
+
+
+class DispatchRows(torch.autograd.Function):
+    """`Dispatch` of a `PlainBatch`, which `send` makes of tokens: its rows, and the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, send: Callable[[Tensor], PlainBatch], x: Tensor) -> tuple[Tensor, PlainBatch]:
+        batch = send(x)
+        ctx.comm, topk_ids, ones, *_ = whole = batch.sums().whole()
+        check_differentiable(ctx.comm)
+        ctx.save_for_backward(topk_ids, ones, *(getattr(whole, name) for name in KEPT))
+        return batch.tokens, batch
+
+    @staticmethod
+    def backward(ctx: Any, grad_tokens: Tensor, _: None) -> tuple[None, Tensor]:
+        order = registered(ctx.comm).order
+        return None, torch.ops.cute_ep.combine(
+            grad_tokens, *ctx.saved_tensors, ctx.comm, "partial", torch.bfloat16, order
+        )
 
 
 class Combine(torch.autograd.Function):

@@ -64,6 +64,12 @@ def new_buffers(comm: str, capacity: int | None) -> DispatchBuffers:
     return buffers
 
 
+def as_sent(x: Tensor, topk_ids: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same with strides that a communicator takes."""
+    x = x if takes_strides(x) else x.clone(memory_format=torch.contiguous_format)
+    return x, topk_ids.contiguous(), None if weights is None else weights.contiguous()
+
+
 def dispatch_into(
     x: Tensor,
     topk_ids: Tensor,
@@ -74,10 +80,8 @@ def dispatch_into(
     buffers: DispatchBuffers | None,
 ) -> Dispatched:
     """Dispatch into these buffers, or into new ones for any routing, and remember what combine needs on the host."""
-    weights = None if router_weights is None else router_weights.contiguous()
-    x = x if takes_strides(x) else x.clone(memory_format=torch.contiguous_format)
     communicator = communicator_of(comm)
-    batch = communicator.dispatch(x, topk_ids.contiguous(), weights, input_scale, buffers, frame=frame)
+    batch = communicator.dispatch(*as_sent(x, topk_ids, router_weights), input_scale, buffers, frame=frame)
     cfg = communicator.cfg
     sent = topk_ids.shape[0] if cfg.nodes == 1 else cfg.nodes * cfg.frame_rows(frame)
     registered(comm).slices[sent] = batch.return_slices_log2

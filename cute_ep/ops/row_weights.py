@@ -15,7 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from cute_ep.adjoints import ones_for
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
-from cute_ep.ops.calls import Batch, combine, dispatch, dispatch_rows
+from cute_ep.ops.batches import Batch, PlainBatch
+from cute_ep.ops.calls import combine, dispatch, dispatch_rows
+from cute_ep.ops.registry import communicator_of
 
 SCALAR_HIDDEN = VECTOR_BYTES // 2
 """`EPConfig.hidden` of the communicator on which gradients of weights go home: the least, one vector of bfloat16."""
@@ -32,7 +34,7 @@ class WeightedRows(NamedTuple):
 
     tokens: Tensor
     weights: Tensor
-    batch: Batch
+    batch: Batch | PlainBatch
 
 
 def dispatch_weighted(
@@ -66,13 +68,15 @@ def dispatch_weighted(
     return WeightedRows(*_Dispatch.apply(x, topk_ids, router_weights, _Way(comm, scalars, capacity, frame, rows)))
 
 
-def weighted_rows(batch: Batch) -> WeightedRows:
+def weighted_rows(batch: Batch | PlainBatch) -> WeightedRows:
     """A batch with the weights of its rows, which experts will apply. Has no gradients."""
     return WeightedRows(batch.tokens, batch.row_weights, sums_of(batch))
 
 
-def sums_of(batch: Batch) -> Batch:
+def sums_of(batch: Batch | PlainBatch) -> Batch | PlainBatch:
     """The batch for sums that are not weighted, in exact and in partial mode."""
+    if isinstance(batch, PlainBatch):
+        return batch.sums()
     ones, travelled = ones_for(batch.topk_ids, batch.weights)
     nothing = ones.new_empty(0)
     return batch._replace(
@@ -94,21 +98,25 @@ class _Way(NamedTuple):
     frame: int | None
     rows: int | None
 
-    def dispatch(self, comm: str, x: Tensor, ids: Tensor, weights: Tensor | None) -> Batch:
+    def dispatch(self, comm: str, x: Tensor, ids: Tensor, weights: Tensor | None) -> Batch | PlainBatch:
         """On one of the communicators."""
         come = self.rows
         if come is None:
             return dispatch(x, ids, weights, comm, capacity=self.capacity, frame=self.frame)
-        return dispatch_rows(x, ids, weights, comm, self.capacity, lambda: come)
+        return dispatch_rows(x, ids, weights, communicator_of(comm), self.capacity, lambda: come)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, way: _Way) -> tuple[Tensor, Tensor, Batch]:
+    def forward(
+        ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, way: _Way
+    ) -> tuple[Tensor, Tensor, Batch | PlainBatch]:
         batch = way.dispatch(way.comm, x, ids, weights)
         sums = sums_of(batch)
         ctx.way = way
-        ctx.save_for_backward(*sums[1:])
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[2]:
+            whole = sums.whole() if isinstance(sums, PlainBatch) else sums
+            ctx.save_for_backward(*whole[1:])
         return batch.tokens, batch.row_weights, sums
 
     @staticmethod

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from cute_ep.integrations.common import pools
 from cute_ep.layouts.maps.routing import max_rows
-from cute_ep.runtime import host_words
+from cute_ep.runtime import group_pool, host_words
 from tests.fake_gpu import Launches
 from tests.integrations import rigs
 
@@ -25,6 +26,8 @@ MOVED = "dispatch_rank_major"
 """The kernel that exchanges counts."""
 MOST = max_rows(RANKS * ROOM * SLOTS, EXPERTS // RANKS, 1)
 """Rows that may come where each rank has ROOM tokens."""
+MAKE = {"empty", "as_strided", "slice", "view", "expand", "detach", "detach_", "to", "resolve_conj", "resolve_neg"}
+"""Operations of torch that launch nothing, where types are what they are to be."""
 Call = Callable[[int], tuple[torch.Tensor, Callable[[], torch.Tensor]]]
 """A dispatch of so many tokens: the rows that it returns, and their combine."""
 
@@ -161,6 +164,30 @@ def test_calls_of_other_tokens_are_launched_again(call: Call, waits: Waits, laun
     for waits.tokens in (5, 3):
         call(3)[1]()
     assert launches.compiled.count - before >= 4
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["early", "with gradients"])
+def test_torch_only_makes_tensors(
+    call: Call, waits: Waits, monkeypatch: pytest.MonkeyPatch, no_wait: None, gradients: bool
+) -> None:
+    """What fills, copies or computes would be a launch more on a GPU."""
+    given, emulated = inputs(3), "emulated"
+    monkeypatch.setitem(globals(), "inputs", lambda tokens: given)
+    for owner, name in ((host_words, "give_way"), (group_pool, "count_routes")):  # which a GPU does by kernels
+        monkeypatch.setattr(owner, name, record_function(emulated)(getattr(owner, name)))
+    if gradients:
+        monkeypatch.setattr(torch, "no_grad", nullcontext)
+    for _ in range(3):
+        call(3)[1]()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        call(3)[1]()
+
+    def own(event: Any) -> bool:
+        return event is None or (event.name != emulated and own(event.cpu_parent))
+
+    names = {one.name.removeprefix("aten::") for one in seen.events() if one.name.startswith("aten::") and own(one)}
+    given_by_rig = {"zeros", "zero_", "fill_"}  # torchtitan's own counts
+    assert "empty" in names and names - given_by_rig <= MAKE, names - MAKE
 
 
 def test_more_memory_than_a_guess_may_take_is_allocated_when_rows_are_known(

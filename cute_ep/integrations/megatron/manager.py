@@ -18,6 +18,7 @@ from cute_ep.api.types import CombineMode
 from cute_ep.integrations.common import checks, pools
 from cute_ep.integrations.common.early import Way, host_tensor, send_early
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS
+from cute_ep.ops.batches import PlainBatch
 from cute_ep.ops.calls import dispatch_rows
 from cute_ep.ops.row_weights import SCALAR_HIDDEN, WeightedRows, dispatch_weighted, weighted_rows
 
@@ -51,7 +52,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
     token_probs: Tensor | None = None
     dispatched_probs: Tensor | None = None
     tokens_per_expert: Tensor | None = None
-    _batch: tuple[cute_ep.ops.Batch, tuple[int, ...]] | None = None  # and the shape of its rows
+    _batch: tuple[cute_ep.ops.Batch | PlainBatch, tuple[int, ...]] | None = None  # and the shape of its rows
 
     def __init__(
         self, group: dist.ProcessGroup, num_local_experts: int, router_topk: int, num_experts: int, config: Any
@@ -114,7 +115,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         exchange, _ = ranks.begin_counts(ids, pools.config_for(ranks, NAMES, own, **made), sms)
 
         def send(communicator: EPCommunicator, room: int, rows: Callable[[], int]) -> WeightedRows:
-            return weighted_rows(dispatch_rows(x, ids, probs, cute_ep.ops.register(communicator), room, rows))
+            return weighted_rows(dispatch_rows(x, ids, probs, communicator, room, rows))
 
         if torch.is_grad_enabled():  # what the backward pass needs must not keep memory for all that may come
             received, counts = None, exchange.wait()

@@ -17,10 +17,12 @@ from cute_ep.api.config import is_integer, is_number
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.integrations.common import checks, pools
-from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, demand, named_config, room_for
+from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, demand, named_config, of_type, room_for
 from cute_ep.integrations.common.early import early_room
 from cute_ep.layouts.maps.record import align_up
+from cute_ep.ops.batches import PlainBatch
 from cute_ep.ops.calls import dispatch_rows
+from cute_ep.ops.counting import OP, count_rows
 from cute_ep.ops.library import FORWARD_OPS
 from cute_ep.ops.registry import communicator_of, is_open
 from cute_ep.runtime.counts import CountExchange
@@ -33,6 +35,8 @@ NAMES: Names = {"hidden": "x_TD.shape[1]", "max_tokens_per_rank": "x_TD.shape[0]
 CONFIGURED: Names = {**NAMES, "hidden": "hidden_dim", "max_tokens_per_rank": "num_max_tokens_per_rank"}
 """What the configuration calls them."""
 WORDS = pools.Words("topk_expert_ids_TK", "non_blocking_capacity_factor")
+Sent = cute_ep.ops.Batch | PlainBatch
+"""What combine takes."""
 
 
 class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
@@ -102,7 +106,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
 
     def dispatch(
         self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
-    ) -> tuple[Tensor, Tensor, cute_ep.ops.Batch]:
+    ) -> tuple[Tensor, Tensor, Sent]:
         """Tokens and scores of any floating type to their experts' ranks. An id out of range brings its token to no
         expert, and a later call tells it. Raises what `cute_ep.connect` raises, too.
 
@@ -128,42 +132,58 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         assert self.ep_mesh is not None and self.communicator is not None
         ranks, local = self.ep_mesh.size(), self.num_experts // self.ep_mesh.size()
         factor, unit, ids = self.config.non_blocking_capacity_factor, self.alignment, topk_expert_ids_TK
-        x, scores = x_TD.to(torch.bfloat16), topk_scores_TK.float()
-        if factor is None and not (compiling or torch.is_grad_enabled()):
-            exchange, routes = pool.begin_counts(ids, cfg, self.config.sms)
-            batch = self._send(self.communicator, exchange, x, routes.ids, scores)  # ids as they were counted
-            return batch.tokens.to(x_TD.dtype), batch.row_offsets.diff(), batch
-        if factor is None:  # by ops that torchtitan's selective checkpointing saves
-            heard = all_to_all_single(counts, None, None, self.ep_mesh.get_group())
-            if isinstance(heard, AsyncCollectiveTensor):  # whose ops take several times as long
-                heard = heard.wait()
-            rows = int(align_up(heard.view(ranks, local).sum(0), unit).sum().to("cpu"))
-        else:
+        x, scores = of_type(x_TD, torch.bfloat16), of_type(topk_scores_TK, torch.float32)
+        batch: Sent
+        if factor is not None:
             most = math.ceil(factor * ranks * tokens * min(self.top_k, local))
             rows = align_up(most + local * (unit - 1), unit)
-        sent = x, ids, scores, self.communicator
-        batch = cute_ep.ops.dispatch(*sent, capacity=rows, clear=factor is not None)
-        return batch.tokens.to(x_TD.dtype), batch.row_offsets.diff(), batch
+            batch = cute_ep.ops.dispatch(x, ids, scores, self.communicator, capacity=rows, clear=True)
+        elif compiling:
+            rows = self._rows_by_collective(counts, ranks, local)
+            batch = cute_ep.ops.dispatch(x, ids, scores, self.communicator, capacity=rows)
+        elif torch.is_grad_enabled():
 
-    def _send(self, comm: str, exchange: CountExchange, x: Tensor, ids: Tensor, scores: Tensor) -> cute_ep.ops.Batch:
+            def counted(ids: Tensor) -> tuple[Tensor, int]:
+                exchange, routes = pool.begin_counts(ids, cfg, self.config.sms)
+                return routes.ids, sum(exchange.wait().padded(unit))
+
+            ids, come = count_rows(ids, counted)
+            room, sender = pools.room_of(come), communicator_of(self.communicator)
+            batch = dispatch_rows(x, ids, scores, sender, room, lambda: come)
+        else:
+            exchange, routes = pool.begin_counts(ids, cfg, self.config.sms)
+            batch = self._send(self.communicator, exchange, x, routes.ids, scores)  # ids as they were counted
+        whole = unit == 1 and factor is None and not compiling  # rows are neither padding nor lost
+        numbers = batch.row_counts if whole else batch.row_offsets.diff()
+        return of_type(batch.tokens, x_TD.dtype), numbers, batch
+
+    def _rows_by_collective(self, counts: Tensor, ranks: int, local: int) -> int:
+        """How many rows come, by ops that compilers trace."""
+        assert self.ep_mesh is not None
+        heard = all_to_all_single(counts, None, None, self.ep_mesh.get_group())
+        if isinstance(heard, AsyncCollectiveTensor):  # whose ops take several times as long
+            heard = heard.wait()
+        return int(align_up(heard.view(ranks, local).sum(0), self.alignment).sum().to("cpu"))
+
+    def _send(self, comm: str, exchange: CountExchange, x: Tensor, ids: Tensor, scores: Tensor) -> Sent:
         """A dispatch without gradients, before it is known how many rows come if that takes not too much memory."""
-
-        most = communicator_of(comm).cfg.max_rows
+        communicator = communicator_of(comm)
+        most = communicator.cfg.max_rows
         room, counts = early_room(exchange, self.alignment, most, x.shape[1] * x.itemsize)
-        return dispatch_rows(x, ids, scores, comm, room, lambda: sum(counts().padded(self.alignment)))
+        return dispatch_rows(x, ids, scores, communicator, room, lambda: sum(counts().padded(self.alignment)))
 
-    def combine(self, routed_output_RD: Tensor, metadata: cute_ep.ops.Batch, x_TD: Tensor) -> Tensor:
+    def combine(self, routed_output_RD: Tensor, metadata: Sent, x_TD: Tensor) -> Tensor:
         """The experts' rows, [R, D], to [T, D] sums of each token's rows times its scores, of the type of `x_TD`."""
         if not torch.compiler.is_compiling():
             ranks = self._ranks()
             WORDS.raise_found(ranks)
-            checks.kind("metadata", metadata, cute_ep.ops.Batch, "what dispatch returned")
+            checks.kind("metadata", metadata, Sent, "what dispatch returned")
             checks.given("x_TD", x_TD, shape=(metadata.topk_ids.shape[0], None), dtype=FLOATS, device=ranks.device)
             shape = metadata.tokens.shape[0], x_TD.shape[1]
             checks.given("routed_output_RD", routed_output_RD, shape=shape, dtype=FLOATS, device=ranks.device)
         dtype = x_TD.dtype if x_TD.dtype in OUTPUT_TYPES else torch.float32
-        rows = routed_output_RD.to(torch.bfloat16)
-        return cute_ep.ops.combine(rows, metadata, mode=self.config.mode, dtype=dtype).to(x_TD.dtype)
+        rows = of_type(routed_output_RD, torch.bfloat16)
+        return of_type(cute_ep.ops.combine(rows, metadata, mode=self.config.mode, dtype=dtype), x_TD.dtype)
 
 
 class CuteEPSelectiveAC(SelectiveAC):
@@ -175,4 +195,5 @@ class CuteEPSelectiveAC(SelectiveAC):
 
     def get_save_ops(self) -> set:
         """torchtitan's set and the ops of cute_ep."""
-        return super().get_save_ops() | {getattr(torch.ops.cute_ep, name).default for name in FORWARD_OPS}
+        names = *FORWARD_OPS, OP
+        return super().get_save_ops() | {getattr(torch.ops.cute_ep, name).default for name in names}

@@ -17,6 +17,7 @@ from cute_ep.integrations.common import checks, pools
 from cute_ep.integrations.common.early import Way, send_early
 from cute_ep.integrations.transformers import experts
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.ops.batches import PlainBatch
 from cute_ep.ops.calls import dispatch_rows
 
 NAMES: checks.Names = {
@@ -70,31 +71,30 @@ class CuteEP(EPImplementation):
         sizes = x.shape[1], self.num_experts, ids.shape[1]
         checks.given("hidden_states", x, device=ranks.device)
         cfg = pools.config_for(ranks, NAMES, (*sizes, len(x)))
-        given = None if torch.is_grad_enabled() and weights.requires_grad else weights.detach()
+        given = weights
+        if weights.requires_grad:
+            given = None if torch.is_grad_enabled() else weights.detach()
         exchange, routes = ranks.begin_counts(ids, cfg, weights=given, mask=True)
-        wide = weights.float() if routes.weights is None else routes.weights
-        sent = x.to(torch.bfloat16), routes.ids, wide
+        wide = checks.of_type(weights, torch.float32) if routes.weights is None else routes.weights
+        sent = checks.of_type(x, torch.bfloat16), routes.ids, wide
 
-        def send(communicator: EPCommunicator, room: int, rows: Callable[[], int]) -> cute_ep.ops.Batch:
-            return dispatch_rows(*sent, cute_ep.ops.register(communicator), room, rows)
+        def send(communicator: EPCommunicator, room: int, rows: Callable[[], int]) -> cute_ep.ops.Batch | PlainBatch:
+            return dispatch_rows(*sent, communicator, room, rows)
 
-        batch, without = None, not torch.is_grad_enabled()
-        if without:
-            batch, counts = send_early(Way(ranks, NAMES, (*sizes, len(x)), None, {}), routes.ids, exchange, send)
-        else:
+        batch: cute_ep.ops.Batch | PlainBatch | None = None
+        if torch.is_grad_enabled():
             counts = exchange.wait()
+        else:
+            batch, counts = send_early(Way(ranks, NAMES, (*sizes, len(x)), None, {}), routes.ids, exchange, send)
         come = sum(counts.entries)
         if batch is None:
             comm = pools.communicator_for(ranks, NAMES, (*sizes, counts.tokens))
-            if without:
-                batch = send(comm, pools.room_of(come), lambda: come)
-            else:
-                batch = cute_ep.ops.dispatch(*sent, cute_ep.ops.register(comm), capacity=come)
-        out = self._run(batch.tokens[:come], batch, x.dtype)
+            batch = send(comm, pools.room_of(come), lambda: come)
+        out = checks.of_type(self._run(batch.tokens, batch, x.dtype), torch.bfloat16)
         returned = x.dtype if x.dtype in OUTPUT_TYPES else torch.float32
-        return cute_ep.ops.combine(out.to(torch.bfloat16), batch, mode="partial", dtype=returned).to(x.dtype)
+        return checks.of_type(cute_ep.ops.combine(out, batch, mode="partial", dtype=returned), x.dtype)
 
-    def _run(self, tokens: Tensor, batch: cute_ep.ops.Batch, dtype: torch.dtype) -> Tensor:
+    def _run(self, tokens: Tensor, batch: cute_ep.ops.Batch | PlainBatch, dtype: torch.dtype) -> Tensor:
         """The outputs of this rank's experts for all rows. `dtype`: of the model's hidden states. Without rows they run
         on one of zeros, so that what hangs on their parameters (gradients, FSDP) takes part in the backward pass."""
         module = self._experts
