@@ -57,7 +57,7 @@ def early_room(
     if may_send_early(most * row_bytes):
         return most, exchange.wait
     counts = exchange.wait()
-    return room_of(sum(counts.padded(alignment))), lambda: counts
+    return room_of(counts.rows(alignment)), lambda: counts
 
 
 def send_early(
@@ -96,7 +96,7 @@ def send_early(
 
             def arrived() -> int:
                 found.append(exchange.wait())
-                return min(sum(found[0].padded(cfg.alignment)), room)
+                return min(found[0].rows(cfg.alignment), room)
 
             early = may_send_early(room * cfg.hidden * torch.bfloat16.itemsize)
             if early and len(ids) <= most:

@@ -82,7 +82,7 @@ class CuteEPDispatcher(BaseDispatcher):
         self._communicator: EPCommunicator | None = None
         self._batch: Dispatched | None = None
         self._rows = 0  # that the dispatch has returned
-        self._row_bytes = hidden_size * (1 if use_fp8_dispatch else 2)
+        self._row_bytes, self._most_rows = hidden_size * (1 if use_fp8_dispatch else 2), self.cfg.max_rows
 
     def prebuild(self) -> None:
         """Connect, with all ranks; SGLang calls it for the first layer when it starts. Else the first dispatch does."""
@@ -127,11 +127,11 @@ class CuteEPDispatcher(BaseDispatcher):
         else:
             exchange, routes = ranks.begin_counts(ids, cfg, _sms())
             ids = routes.ids
-            room, counts = early_room(exchange, ALIGNMENT, cfg.max_rows, self._row_bytes)
+            room, counts = early_room(exchange, ALIGNMENT, self._most_rows, self._row_bytes)
         out = DispatchBuffers.carve(communicator.cfg, communicator.device, room)
         batch = communicator.dispatch(as_rows(hidden_states), ids, weights, out=out)
         if counts is not None:
-            room = sum(counts().padded(ALIGNMENT))
+            room = counts().rows(ALIGNMENT)
         # the runner may free rows and scale factors
         self._batch, self._rows = batch.without_rows(), room
         received = batch.buffers.first("tokens", room)

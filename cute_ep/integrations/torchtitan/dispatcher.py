@@ -145,7 +145,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
 
             def counted(ids: Tensor) -> tuple[Tensor, int]:
                 exchange, routes = pool.begin_counts(ids, cfg, self.config.sms)
-                return routes.ids, sum(exchange.wait().padded(unit))
+                return routes.ids, exchange.wait().rows(unit)
 
             ids, come = count_rows(ids, counted)
             room, sender = pools.room_of(come), communicator_of(self.communicator)
@@ -170,7 +170,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         communicator = communicator_of(comm)
         most = communicator.cfg.max_rows
         room, counts = early_room(exchange, self.alignment, most, x.shape[1] * x.itemsize)
-        return dispatch_rows(x, ids, scores, communicator, room, lambda: sum(counts().padded(self.alignment)))
+        return dispatch_rows(x, ids, scores, communicator, room, lambda: counts().rows(self.alignment))
 
     def combine(self, routed_output_RD: Tensor, metadata: Sent, x_TD: Tensor) -> Tensor:
         """The experts' rows, [R, D], to [T, D] sums of each token's rows times its scores, of the type of `x_TD`."""

@@ -79,7 +79,7 @@ class CuteEPStandard(CuteEPLayer):
             come, counted = room, None
             if counts is not None:
                 found = counts()
-                come, counted = sum(found.padded(self._cfg.alignment)), host_tensor(found.entries, torch.int32)
+                come, counted = found.rows(self._cfg.alignment), host_tensor(found.entries, torch.int32)
             kind, numbered = given.topk_ids.dtype, self._row_ids if counted is None else self._ids_of_all
             numbers = numbered(batch, come, kind)
             rows, factors = batch.tokens[:come], None if batch.scales is None else batch.scales[:come]
