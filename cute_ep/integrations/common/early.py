@@ -99,7 +99,7 @@ def send_early(
                 return min(found[0].rows(cfg.alignment), room)
 
             early = may_send_early(room * cfg.hidden * torch.bfloat16.itemsize)
-            if early and len(ids) <= most:
+            if early and ids.shape[0] <= most:
                 made = send(communicator, room, arrived)
             elif early:  # the others' dispatches must not wait for this rank
                 nothing = torch.empty((0, cfg.hidden), dtype=torch.bfloat16, device=ids.device)

@@ -68,9 +68,9 @@ class CuteEP(EPImplementation):
 
     def _exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         ranks = pools.pool_of(self.ep_mesh.get_group())
-        sizes = x.shape[1], self.num_experts, ids.shape[1]
+        tokens, sizes = x.shape[0], (x.shape[1], self.num_experts, ids.shape[1])
         checks.given("hidden_states", x, device=ranks.device)
-        cfg = pools.config_for(ranks, NAMES, (*sizes, len(x)))
+        cfg = pools.config_for(ranks, NAMES, (*sizes, tokens))
         given = weights
         if weights.requires_grad:
             given = None if torch.is_grad_enabled() else weights.detach()
@@ -85,7 +85,7 @@ class CuteEP(EPImplementation):
         if torch.is_grad_enabled():
             counts = exchange.wait()
         else:
-            batch, counts = send_early(Way(ranks, NAMES, (*sizes, len(x)), None, {}), routes.ids, exchange, send)
+            batch, counts = send_early(Way(ranks, NAMES, (*sizes, tokens), None, {}), routes.ids, exchange, send)
         come = sum(counts.entries)
         if batch is None:
             comm = pools.communicator_for(ranks, NAMES, (*sizes, counts.tokens))
@@ -106,13 +106,14 @@ class CuteEP(EPImplementation):
             else:
                 self._known, self._gate = True, experts.find_gate(module)
         rows, offsets = tokens, batch.row_offsets
-        if not len(tokens):
+        if not tokens.shape[0]:
             rows, offsets = tokens.sum(dim=0, keepdim=True), torch.ones_like(offsets)
             offsets[0] = 0
         if self._known:
             weights = {name: getattr(module, name) for name in experts.weight_names(module)}
-            return experts.run(module, self._gate, weights, rows, offsets)[: len(tokens)]
+            out = experts.run(module, self._gate, weights, rows, offsets)
+            return out if rows is tokens else out[:0]
         own = torch.arange(self.num_local_experts, device=tokens.device)
         ids = own.repeat_interleave(offsets.diff(), output_size=len(rows))
         ones = tokens.new_ones((len(rows), 1), dtype=dtype)
-        return self.experts_forward(rows.to(dtype), ids[:, None], ones)[: len(tokens)]
+        return self.experts_forward(rows.to(dtype), ids[:, None], ones)[: tokens.shape[0]]

@@ -16,7 +16,7 @@ from cute_ep import EPConfigError, Gate, fused_silu
 from cute_ep.api.config import is_number
 from cute_ep.api.host import host_list
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import demand, require
+from cute_ep.integrations.common.checks import demand, of_type, require
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_TOP_K
 from cute_ep.nn.gates import add_bias, plain
@@ -147,15 +147,16 @@ class Shards:
         return [part.to(device, non_blocking=True) for part, device in zip(parts, self.devices, strict=True)]
 
 
-def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     """A linear layer with weights of each group of rows: [N, in], of the weights' type, to [N, out], whose rows behind
-    the last group hold anything. Weights are [G, out, in], `transposed` [G, in, out], `offsets` [G + 1] int32 ascending
-    from 0, on the device. Without a grouped matmul for them the host reads the offsets."""
+    the last group hold anything. Weights are [G, out, in], `transposed` [G, in, out], `ends` [G] int32 ascending, where
+    each group's rows end, on the device. Without a grouped matmul for them the host reads these."""
     weight = weight if transposed else weight.mT
-    aligned = not any(extent * weight.element_size() % VECTOR_BYTES for extent in weight.shape[1:])
+    _, rows, columns = weight.shape
+    aligned = not (rows * weight.itemsize % VECTOR_BYTES or columns * weight.itemsize % VECTOR_BYTES)
     if aligned and hasattr(nn.functional, "grouped_mm"):  # torch 2.10 or newer
-        return nn.functional.grouped_mm(x, weight, offs=offsets[1:])
-    bounds = host_list(offsets)
+        return nn.functional.grouped_mm(x, weight, offs=ends)
+    bounds = [0, *host_list(ends)]
     done = [x[start:end] @ one for start, end, one in zip(bounds, bounds[1:], weight, strict=False)]
     return torch.cat([*done, x.new_zeros(len(x) - bounds[-1], weight.shape[2])])
 
@@ -175,13 +176,14 @@ def run(
     experts. `weights` has the rank's part of each of `weight_names`, G experts; `row_offsets` is [groups + 1] int32,
     groups beyond G have no rows. bfloat16 experts without gradients, of a `found` gate, use `fused_silu`."""
     up, down, *_ = weight_names(module)
-    groups = len(weights[up])
-    if not groups or not len(tokens):
+    groups = weights[up].shape[0]
+    if not groups or not tokens.shape[0]:
         return tokens
-    offsets = row_offsets[: groups + 1]
+    offsets = row_offsets if row_offsets.shape[0] == groups + 1 else row_offsets[: groups + 1]
+    ends = offsets[1:]
 
     def product(x: Tensor, name: str) -> Tensor:
-        return grouped_linear(x.to(weights[name].dtype), weights[name], offsets, module.is_transposed)
+        return grouped_linear(of_type(x, weights[name].dtype), weights[name], ends, module.is_transposed)
 
     def biased(out: Tensor, name: str) -> Tensor:
         return add_bias(out, offsets, weights[f"{name}_bias"]) if module.has_bias else out
@@ -198,4 +200,4 @@ def run(
         norm = module.post_expert_norm
         tensors = dict(norm.named_parameters()) | dict(norm.named_buffers())  # on the module's device, maybe another
         out = functional_call(norm, {name: one.to(out.device) for name, one in tensors.items()}, (out,))
-    return out.to(torch.bfloat16)
+    return of_type(out, torch.bfloat16)
