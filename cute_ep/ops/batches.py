@@ -106,9 +106,9 @@ class PlainBatch:
     def sums(self) -> PlainBatch:
         """The batch, without its rows, for sums that are not weighted, in exact and in partial mode."""
         kept = self._dispatched.without_rows(ones_of(self._communicator))
-        return PlainBatch(self._communicator, kept, None, 0, kept.tokens, unweighted=True)
+        return PlainBatch(self._communicator, kept, None, self._rows, kept.tokens, unweighted=True)
 
-    def combine(self, rows: Tensor, mode: CombineMode, dtype: torch.dtype) -> Tensor:
+    def combine(self, rows: Tensor, *, mode: CombineMode, dtype: torch.dtype) -> Tensor:
         """As `cute_ep.ops.combine`, where no op is needed."""
         weights = self._ones() if self._unweighted and mode == "exact" else None
         return self._communicator.combine(rows.contiguous(), self._dispatched, weights, mode=mode, dtype=dtype)

@@ -141,7 +141,7 @@ def combine(
     if isinstance(batch, PlainBatch):
         weights = batch.router_weights
         if not (needs_op(rows=rows, router_weights=weights) or _needs_gradient(rows, weights)):
-            return batch.combine(rows, mode, dtype)
+            return batch.combine(rows, mode=mode, dtype=dtype)
     given = batch.whole() if isinstance(batch, PlainBatch) else batch
     rows, kept, comm = read_by_combine(rows, given, mode)
     if needs_op(rows=rows, router_weights=kept[1], row_map=given.row_map):

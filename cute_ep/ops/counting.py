@@ -34,7 +34,7 @@ def count_rows(topk_ids: Tensor, call: Count) -> tuple[Tensor, int]:
 
 def _run(topk_ids: Tensor, number: int) -> tuple[Tensor, Tensor]:
     ids, rows = _ASKED[number](topk_ids)
-    return ids, torch.tensor(rows)
+    return ids, torch.tensor(rows, device="cpu")
 
 
 LIBRARY.define(f"{OP}(Tensor topk_ids, int number) -> (Tensor, Tensor)")

@@ -58,9 +58,14 @@ typedef struct {  // what Python's rules are about; compared byte by byte
     uint64_t remainder;  // of the address, by VECTOR_BYTES
 } Kind;
 
-typedef struct { Kind kind; char *data; int64_t bytes; } Argument;  // bytes: to the end of its last element
+typedef struct {
+    Kind kind;
+    char *data;
+    int64_t bytes, rows;  // to the end of its last element; the first extent of an open tensor, of whose kind it is none
+} Argument;
 
-// A number that is an address: `offset` bytes from the first of a tensor of the call, or behind these of one made.
+// A number that is an address: `offset` bytes from the first of a tensor of the call, or behind these of one made. Of
+// tensor -1 - i: how many rows the open tensor i has, at most `offset`.
 typedef struct { int64_t tensor, number, offset; } Part;
 
 typedef struct {
@@ -96,7 +101,7 @@ typedef struct {
     void *context;
     const volatile uint32_t *words;
     int count, step, tensors, keys, kept;
-    unsigned written, addresses;  // bits of the tensors that the kernel writes, and of those that may be addresses
+    unsigned written, addresses, open;  // bits of the tensors that the kernel writes, that may be addresses, that are open
     Kept *buckets[BUCKETS];
 } Calls;
 
@@ -167,6 +172,10 @@ static bool look(const Calls *self, PyObject *object, int place, Argument *into)
         last += (view.shape[i] - 1) * view.strides[i];
     }
     into->bytes = (last + 1) * view.element.bits * view.element.lanes / 8;
+    if (self->open >> place & 1) {
+        into->rows = kind->shape[0];
+        kind->shape[0] = 0;
+    }
     return true;
 }
 
@@ -270,6 +279,11 @@ static PyObject *launch(const Calls *self, const Kept *kept, const Argument *arg
     PyObject *pair = NULL, *result = NULL;
     if (kept->make != Py_None && !(pair = make_outputs(self, kept, made))) return NULL;
     for (const Part *part = kept->part; part < kept->part + kept->parts; part++) {
+        if (part->tensor < 0) {
+            const int64_t rows = arguments[-1 - part->tensor].rows;
+            values[part->number] = rows < part->offset ? rows : part->offset;
+            continue;
+        }
         const bool given = part->tensor < self->tensors;
         char *data = given ? arguments[part->tensor].data : made[part->tensor - self->tensors];
         if (data) values[part->number] = (int64_t)(data + part->offset);
@@ -326,7 +340,8 @@ static bool has_parts(const Calls *self, const Kept *kept) {
     for (int i = 0; i < kept->parts; i++) {
         const Part *part = kept->part + i;
         if (part->number < 0 || part->number >= kept->kernel.numbers) return false;
-        if (part->tensor < 0 || part->tensor >= self->tensors + kept->made) return false;
+        if (part->tensor >= self->tensors + kept->made || part->tensor < -self->tensors) return false;
+        if (part->tensor < 0 && !(self->open >> (-1 - part->tensor) & 1)) return false;
     }
     return kept->made >= 0 && kept->made <= MOST_MADE;
 }
@@ -335,7 +350,7 @@ PyDoc_STRVAR(add_doc, "add(tensors, keys, parts, read, extents, kernel, grid, pa
 "Keep a launch for calls of such tensors and the same keys. Returns whether it can be kept.\n\n"
 "tensors, keys: tuples. keys are compared by identity; the first is None or is kept by a weak reference.\n"
 "parts: (tensor, number, offset) as int64: a number of the launch that is the address of so many bytes into a tensor,\n"
-"behind those of the call of one that `make` makes.\n"
+"behind those of the call of one that `make` makes; of tensor -1 - i how many rows the open one has, at most `offset`.\n"
 "read: bits of the tensors that the call reads.\n"
 "extents: of each tensor, as int64, its bytes where it is given by address.\n"
 "kernel: (function, threads of a CTA, dynamic shared memory, the numbers as int64, of each parameter its number as\n"
@@ -435,9 +450,9 @@ static PyObject *Calls_new(PyTypeObject *type, PyObject *args, PyObject *words) 
     PyObject *capsule, *tensor, *grad_enabled;
     unsigned long long launch, current, context, reported;
     int count, step, tensors, keys;
-    unsigned written, addresses;
-    if (!PyArg_ParseTuple(args, "OOO(KKK)(Kii)iIiI", &capsule, &tensor, &grad_enabled, &launch, &current, &context,
-                          &reported, &count, &step, &tensors, &written, &keys, &addresses))
+    unsigned written, addresses, open;
+    if (!PyArg_ParseTuple(args, "OOO(KKK)(Kii)iIiII", &capsule, &tensor, &grad_enabled, &launch, &current, &context,
+                          &reported, &count, &step, &tensors, &written, &keys, &addresses, &open))
         return NULL;
     const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!exchange) return NULL;
@@ -461,17 +476,19 @@ static PyObject *Calls_new(PyTypeObject *type, PyObject *args, PyObject *words) 
     self->tensors = tensors;
     self->written = written;
     self->addresses = addresses;
+    self->open = open;
     self->keys = keys;
     return (PyObject *)self;
 }
 
-PyDoc_STRVAR(calls_doc, "Calls(exchange, tensor, grad_enabled, driver, reports, tensors, written, keys, addresses)\n--\n\n"
+PyDoc_STRVAR(calls_doc, "Calls(exchange, tensor, grad_enabled, driver, reports, tensors, written, keys, addresses, open)\n--\n\n"
 "Launches that are kept, of one operation of one rank.\n\n"
 "exchange, tensor, grad_enabled: torch's capsule of DLPack's exchange API, its class of tensors, is_grad_enabled.\n"
 "driver: addresses of cuLaunchKernelEx and cuCtxGetCurrent, and the context that must be current.\n"
 "reports: (address, count, step): every step-th of so many words must be 0.\n"
 "tensors, keys: how many a call has; written: bits of the tensors that the kernel writes.\n"
-"addresses: bits of those that may be addresses instead, of memory that need not be checked.");
+"addresses: bits of those that may be addresses instead, of memory that need not be checked.\n"
+"open: bits of those in whose first extent calls of a kind may differ.");
 static PyMethodDef METHODS[] = {
     {"launch", (PyCFunction)(void (*)(void))Calls_launch, METH_FASTCALL, launch_doc},
     {"add", Calls_add, METH_VARARGS, add_doc},

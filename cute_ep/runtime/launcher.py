@@ -56,9 +56,11 @@ def missing() -> str | None:
     return None
 
 
-def _calls(driver: tuple[int, int, int], reports: tuple[int, int, int], *numbers: int, addresses: int = 0) -> Calls:
+def _calls(
+    driver: tuple[int, int, int], reports: tuple[int, int, int], *numbers: int, addresses: int = 0, opened: int = 0
+) -> Calls:
     of_torch = exchange_api(), torch.Tensor, torch.is_grad_enabled
-    return import_module(MODULE).Calls(*of_torch, driver, reports, *numbers, addresses)
+    return import_module(MODULE).Calls(*of_torch, driver, reports, *numbers, addresses, opened)
 
 
 def driver_addresses() -> tuple[int, int]:
@@ -73,7 +75,13 @@ def driver_addresses() -> tuple[int, int]:
 
 
 def make_calls(
-    context: int, reports: tuple[int, int, int], tensors: int, written: int, keys: int, addresses: int = 0
+    context: int,
+    reports: tuple[int, int, int],
+    tensors: int,
+    written: int,
+    keys: int,
+    addresses: int = 0,
+    opened: int = 0,
 ) -> Calls:
     """Launches of one operation of one rank, none at first.
 
@@ -83,6 +91,7 @@ def make_calls(
         tensors, keys: how many a call has.
         written: bits of the tensors that the kernel writes.
         addresses: bits of those that may be addresses instead, of memory that need not be checked.
+        opened: bits of those in whose first extent calls of a kind may differ.
 
     Raises:
         EPError: the launcher is `missing`, or there is no CUDA driver.
@@ -90,7 +99,7 @@ def make_calls(
     why = missing()
     if why is not None:
         raise EPError(f"compiled launcher: {why}")
-    return _calls((*driver_addresses(), context), reports, tensors, written, keys, addresses=addresses)
+    return _calls((*driver_addresses(), context), reports, tensors, written, keys, addresses=addresses, opened=opened)
 
 
 def starter(function: int, shared_bytes: int, values: ctypes.Array, order: bytes) -> Start | None:

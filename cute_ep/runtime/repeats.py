@@ -32,6 +32,8 @@ READ, SEEN, CARVED = "read", "seen", "carved"
 several tensors of new buffers were carved out of."""
 SENT = ("input.x", "ids.data", "input.router_weights", "input.global_scale", "input.scales", "input.row_scales")
 """Addresses of what dispatch is given."""
+ROWS, CAPACITY = "rows.data", "rows.capacity"
+"""Address of experts' outputs, and how many rows of them there are, in which calls of a kind may differ."""
 LEFT_BEHIND = ("row_map", "headers", "weights")
 """What dispatch has left for combine."""
 LEFT = tuple(f"batch.{name}" for name in LEFT_BEHIND)
@@ -62,11 +64,13 @@ class Operation(NamedTuple):
         tensors: parameters that are their addresses, or READ, SEEN or CARVED.
         keys: how many objects must be the same, with the two that all calls have.
         given: those of `tensors` that are given by address, besides what always may be.
+        room: where `tensors` have the one that has as many rows as ROWS may have; None: there are no such.
     """
 
     tensors: tuple[str, ...]
     keys: int
     given: tuple[str, ...] = ()
+    room: int | None = None
 
     @property
     def written(self) -> int:
@@ -83,6 +87,11 @@ class Operation(NamedTuple):
         """Bits of what may be given by address: what dispatch has left, and what was carved."""
         return self._bits(*LEFT, CARVED, *self.given)
 
+    @property
+    def opened(self) -> int:
+        """Bits of what calls of a kind may have more or fewer rows of."""
+        return self._bits(ROWS)
+
     def _bits(self, *parameters: str) -> int:
         return sum(1 << place for place, one in enumerate(self.tensors) if one in parameters)
 
@@ -94,9 +103,9 @@ OPERATIONS = {
     "dispatch_async": Operation(SENT, 4),
     "dispatch_wait": Operation((READ, READ, SEEN), 3),
     "dispatch_wait_into": Operation((READ, READ, *INTO), 4),
-    "combine": Operation(("rows.data", *LEFT, SEEN, SEEN, SEEN, *SUMMED), 9),
-    "combine_async": Operation(("rows.data", *LEFT, SEEN, SEEN, SEEN, READ), 8),
-    "combine_wait": Operation(("rows.data", SEEN, *SUMMED), 8),
+    "combine": Operation((ROWS, *LEFT, SEEN, SEEN, SEEN, *SUMMED), 9, room=4),
+    "combine_async": Operation((ROWS, *LEFT, SEEN, SEEN, SEEN, READ), 8, room=4),
+    "combine_wait": Operation((ROWS, SEEN, *SUMMED), 8, room=1),
 }
 """The tensors are those that the functions below return, and then the keys."""
 
@@ -213,7 +222,7 @@ class Repeats:
         self._pieces: dict[int, object] = {}  # by their number
         context = kernels["dispatch"].context
         self.calls: dict[str, Calls] = {
-            name: make_calls(context, reports, len(one.tensors), one.written, one.keys, one.addresses)
+            name: make_calls(context, reports, len(one.tensors), one.written, one.keys, one.addresses, one.opened)
             for name, one in OPERATIONS.items()
         }
 
@@ -252,6 +261,10 @@ class Repeats:
         elif result is not None and kind[one.tensors.index("sums.out")] is None:
             make, made = new_like(result), ("sums.out",)
         parts = [(place, kernel.place(name), 0) for place, name in enumerate((*one.tensors, *made))]
+        if one.room is not None:
+            room = kind[one.room]
+            assert isinstance(room, torch.Tensor)
+            parts.append((-1 - one.tensors.index(ROWS), kernel.place(CAPACITY), room.shape[0]))
         extents = [0] * count
         if CARVED in one.tensors:
             place, pieces = one.tensors.index(CARVED), others[0]

@@ -33,7 +33,7 @@ COPIES = {
     ("cute_ep/runtime/local_ops.py", "fused_silu", "tolist"): "on a CPU only",
     (
         "cute_ep/integrations/torchtitan/dispatcher.py",
-        "dispatch",
+        "_rows_by_collective",
         "to",
     ): "a process per rank; checkpointing saves this op",
 }
