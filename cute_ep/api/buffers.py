@@ -224,8 +224,8 @@ def tensors_of(buffers: DispatchBuffers | Dispatched) -> dict[str, torch.Tensor 
 
 def check_capacity(cfg: EPConfig, capacity: int | None) -> int | None:
     """It as a plain integer; EPInputError if it is no number of rows for which there can be buffers."""
-    if capacity is None:
-        return None
+    if capacity is None or (type(capacity) is int and capacity >= 0):  # is soon found
+        return capacity
     if not (is_integer(capacity) and capacity >= 0):
         rule = "an integer that is not negative" if cfg.block_rows is None else _blocks_rule(cfg)
         raise EPInputError(f"capacity = {capacity!r}: must be {rule}")

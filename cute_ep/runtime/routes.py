@@ -141,7 +141,7 @@ def count_routes(
     if weights is not None and weights.dtype == torch.bfloat16:
         narrow, wide = weights.contiguous(), torch.empty((tokens, top_k), dtype=torch.float32, device=device)
     elif weights is not None:
-        wide = weights.float()
+        wide = weights if weights.dtype == torch.float32 else weights.float()
     routes = RouteCounts(sizes, device, wide)
     first, places = routes.memory.data_ptr(), sizes.places
     arguments = CountArgs(

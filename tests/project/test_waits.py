@@ -35,7 +35,7 @@ COPIES = {
         "cute_ep/integrations/torchtitan/dispatcher.py",
         "_rows_by_collective",
         "to",
-    ): "a process per rank; checkpointing saves this op",
+    ): "of compiled code, in a process per rank",
 }
 """(file, function, name) of calls that are allowed, and why."""
 COLLECTED = {

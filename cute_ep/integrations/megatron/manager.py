@@ -103,7 +103,8 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         checks.given("routing_map", self.token_indices, device=ranks.device)
         made = {"row_alignment": self.row_alignment, "ranks_per_node": ranks.ranks_per_node}
         way = Way(ranks, NAMES, (hidden, self.num_experts, self.router_topk, tokens), sms, made)
-        received, every = self._received(way, hidden_states, self.token_indices, self.token_probs.float())
+        probs = checks.of_type(self.token_probs, torch.float32)
+        received, every = self._received(way, hidden_states, self.token_indices, probs)
         self.tokens_per_expert = host_tensor(every, torch.int64)
         self._batch, probs = (received.batch, tuple(received.tokens.shape)), received.weights
         self.dispatched_probs = probs.double() if self.config.moe_router_dtype == "fp64" else probs

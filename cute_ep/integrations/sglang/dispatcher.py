@@ -11,7 +11,7 @@ from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfigError, 
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import checks, pools, versions
 from cute_ep.integrations.common.blocks import PACKED, columns_first, packed_exponents
-from cute_ep.integrations.common.checks import FLOATS, as_rows, demand, named_config, require
+from cute_ep.integrations.common.checks import FLOATS, as_rows, demand, named_config, of_type, require
 from cute_ep.integrations.common.constants import ONES
 from cute_ep.integrations.common.early import early_room
 from cute_ep.layouts.maps.formats import FORMATS
@@ -70,7 +70,8 @@ class CuteEPDispatcher(BaseDispatcher):
             raise EPConfigError(f"{each}; {rule}")
         checks.integer("num_local_experts", num_local_experts, error=EPConfigError)
         checks.integer(LIMIT, tokens, 1, MAX_TOKENS_PER_RANK, error=EPConfigError)
-        checks.sms("SGLANG_DEEPEP_V2_NUM_SMS", _sms())
+        self._sms: int | None = envs.SGLANG_DEEPEP_V2_NUM_SMS.get() or None  # 0: SGLang sets no limit
+        checks.sms("SGLANG_DEEPEP_V2_NUM_SMS", self._sms)
         fmt = _format(use_fp8_dispatch, activation_scale_block_size, hidden_size)
         self.cfg = named_config(
             NAMES, (hidden_size, num_experts, router_topk, tokens, ranks), error=EPConfigError,
@@ -119,13 +120,13 @@ class CuteEPDispatcher(BaseDispatcher):
             checks.given(f"topk_output.{name}", given, shape=(tokens, cfg.top_k), dtype=types, device=device)
         communicator = self._connected()
         ids = topk_output.topk_ids.contiguous()  # not narrowed, since the kernel checks them
-        weights = topk_output.topk_weights.to(torch.float32).contiguous()
+        weights = of_type(topk_output.topk_weights, torch.float32).contiguous()
         masked, together, counts = not get_is_extend_in_batch(), 0, None
         if masked:
             together = self._tokens_of_all(tokens)
             room = max_rows(together * cfg.top_k, cfg.local_experts, ALIGNMENT)
         else:
-            exchange, routes = ranks.begin_counts(ids, cfg, _sms())
+            exchange, routes = ranks.begin_counts(ids, cfg, self._sms)
             ids = routes.ids
             room, counts = early_room(exchange, ALIGNMENT, self._most_rows, self._row_bytes)
         out = DispatchBuffers.carve(communicator.cfg, communicator.device, room)
@@ -186,7 +187,7 @@ class CuteEPDispatcher(BaseDispatcher):
     def _connected(self) -> EPCommunicator:
         """The communicator; the first call is collective."""
         if self._communicator is None or self._communicator.closed:
-            self._communicator = pools.pool_of(self._group).get(self.cfg, _sms(), names=NAMES)
+            self._communicator = pools.pool_of(self._group).get(self.cfg, self._sms, names=NAMES)
         return self._communicator
 
     def _tokens_of_all(self, tokens: int) -> int:
@@ -198,11 +199,6 @@ class CuteEPDispatcher(BaseDispatcher):
         if not alone or parallel.tp_group is None or parallel.tp_group.device_group is not self._group:
             return most
         return min(most, max(1, tokens * ranks + ranks - 1))
-
-
-def _sms() -> int | None:
-    """SMs that kernels may take; None: SGLang sets no limit."""
-    return envs.SGLANG_DEEPEP_V2_NUM_SMS.get() or None
 
 
 def _format(fp8: bool, block: int, hidden: int) -> FormatName:

@@ -18,7 +18,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_may
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
 from cute_ep.api.tensors import overlap
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import FLOATS, as_rows, demand, require
+from cute_ep.integrations.common.checks import FLOATS, as_rows, demand, of_type, require
 from cute_ep.integrations.common.halves import Hook
 from cute_ep.integrations.common.pools import OwnSizes
 from cute_ep.integrations.vllm.manager import DEFAULTS, NAMES, WORDS, CuteEPAll2AllManager, Options
@@ -170,7 +170,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         require(cfg.format is BF16 or not given.defer_input_quant, rule)
         communicator, halves, number = self._connected(), self._manager.halves, dbo_current_ubatch_id()
         halves.make_way(communicator, PREPARE, whole=not hooked)
-        rows, weights = given.a1, given.topk_weights.float().contiguous()
+        rows, weights = given.a1, of_type(given.topk_weights, torch.float32).contiguous()
         if given.weighted:
             rows, weights = rows * given.topk_weights.to(rows.dtype), torch.ones_like(weights)
         tokens = self._most_tokens(shape[0])
