@@ -15,6 +15,8 @@ from cute_ep import EPCommunicator, EPError, EPInputError
 from cute_ep.api.tensors import check_written
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import Names, require
+from cute_ep.integrations.common.kinds import Kinds as Kinds
+from cute_ep.integrations.common.kinds import kind_of as kind_of
 from cute_ep.integrations.common.pools import Words
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS
@@ -28,9 +30,6 @@ Returned = TypeVar("Returned")
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """bfloat16 rows, or float8_e4m3fn rows and their scale factors."""
 NAMES: Names = {"hidden": "x.shape[1]", "top_k": "topk_idx.shape[1]", "world_size": "group.size()"}
-
-KINDS_KEPT = 1024
-"""Kinds of calls that a buffer keeps."""
 
 
 class EventHandle:
@@ -197,25 +196,6 @@ def check_stats(stats: torch.Tensor | None, experts: int, device: torch.device) 
         name = "cumulative_local_expert_recv_stats"
         checks.given(name, stats, shape=(experts,), dtype=torch.int32, device=device)
         check_written(name, stats)
-
-
-class Kinds(set[object]):
-    """Kinds of calls whose arguments were checked: later ones of a kind need not be. Never one that is None."""
-
-    def add(self, kind: object) -> None:
-        if kind is not None:
-            if len(self) >= KINDS_KEPT:
-                self.clear()
-            super().add(kind)
-
-
-def kind_of(given: object) -> object:
-    """All that `check_payload` and `checks.given` look at in a tensor, or in those of a tuple."""
-    if isinstance(given, torch.Tensor):
-        return given.shape, given.dtype, given.device
-    if isinstance(given, tuple):
-        return tuple(map(kind_of, given))
-    return type(given)
 
 
 def paired(rows: torch.Tensor, factors: torch.Tensor | None) -> Rows:

@@ -17,6 +17,7 @@ from cute_ep import EPCommunicator, EPConfigError, EPError
 from cute_ep.api.types import CombineMode
 from cute_ep.integrations.common import checks, pools
 from cute_ep.integrations.common.early import Way, host_tensor, send_early
+from cute_ep.integrations.common.kinds import Kinds, kind_of
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS
 from cute_ep.ops.batches import PlainBatch
 from cute_ep.ops.calls import dispatch_rows
@@ -72,6 +73,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         padded = config.moe_router_padding_for_quantization
         padding = get_align_size_for_quantization(config) if padded else 1
         self.row_alignment = checks.alignment_for(padding, "moe_router_padding_for_quantization")
+        self._kinds = Kinds()  # of dispatches
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
         """Take the routing of a batch: [T, ranks, num_local_experts] bool, and probabilities of that shape."""
@@ -94,13 +96,11 @@ class CuteEPManager(token_dispatcher._DispatchManager):
             raise EPError("dispatch: setup_metadata must be called first")
         ranks, sms = pools.pool_of(self.group), self.config.moe_deepep_num_sms
         WORDS.raise_found(ranks)
-        checks.given("hidden_states", hidden_states, shape=(None, None), device=ranks.device)
-        rule = "hidden_states.dtype = {}: must be torch.bfloat16; train with bf16=True"
-        checks.require(hidden_states.dtype == torch.bfloat16, rule, hidden_states.dtype)
-        (tokens, hidden), routed = hidden_states.shape, self.token_indices.shape[0]
-        checks.most("hidden_states.shape[0]", tokens, FEWER)
-        checks.require(tokens == routed, "hidden_states.shape[0] = {}: must be {}, as of routing_map", tokens, routed)
-        checks.given("routing_map", self.token_indices, device=ranks.device)
+        kind = kind_of(hidden_states), kind_of(self.token_indices)
+        if kind not in self._kinds:
+            self._check(hidden_states, self.token_indices, ranks.device)
+            self._kinds.add(kind)
+        tokens, hidden = hidden_states.shape
         made = {"row_alignment": self.row_alignment, "ranks_per_node": ranks.ranks_per_node}
         way = Way(ranks, NAMES, (hidden, self.num_experts, self.router_topk, tokens), sms, made)
         probs = checks.of_type(self.token_probs, torch.float32)
@@ -109,6 +109,16 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         self._batch, probs = (received.batch, tuple(received.tokens.shape)), received.weights
         self.dispatched_probs = probs.double() if self.config.moe_router_dtype == "fp64" else probs
         return received.tokens
+
+    def _check(self, hidden_states: Tensor, ids: Tensor, device: torch.device) -> None:
+        """EPInputError unless dispatch takes them."""
+        checks.given("hidden_states", hidden_states, shape=(None, None), device=device)
+        rule = "hidden_states.dtype = {}: must be torch.bfloat16; train with bf16=True"
+        checks.require(hidden_states.dtype == torch.bfloat16, rule, hidden_states.dtype)
+        tokens, routed = hidden_states.shape[0], ids.shape[0]
+        checks.most("hidden_states.shape[0]", tokens, FEWER)
+        checks.require(tokens == routed, "hidden_states.shape[0] = {}: must be {}, as of routing_map", tokens, routed)
+        checks.given("routing_map", ids, device=device)
 
     def _received(self, way: Way, x: Tensor, ids: Tensor, probs: Tensor) -> tuple[WeightedRows, list[int]]:
         """What comes of all ranks' tokens, and each local expert's rows."""

@@ -14,6 +14,7 @@ from cute_ep.integrations.common.blocks import PACKED, columns_first, packed_exp
 from cute_ep.integrations.common.checks import FLOATS, as_rows, demand, named_config, of_type, require
 from cute_ep.integrations.common.constants import ONES
 from cute_ep.integrations.common.early import early_room
+from cute_ep.integrations.common.kinds import Kinds, kind_of
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, max_rows
@@ -80,6 +81,7 @@ class CuteEPDispatcher(BaseDispatcher):
         )  # fmt: skip
         self._group, self._block = group, activation_scale_block_size
         self._packed = use_fp8_dispatch and fmt != "fp8"
+        self._kinds = Kinds()  # of dispatches
         self._communicator: EPCommunicator | None = None
         self._batch: Dispatched | None = None
         self._rows = 0  # that the dispatch has returned
@@ -110,15 +112,12 @@ class CuteEPDispatcher(BaseDispatcher):
         WORDS.raise_found(ranks)
         if self._batch is not None:
             raise EPError("dispatch: the batch of the dispatch before has not been combined; or drop it with give_up()")
-        shape, most, device = (None, cfg.hidden), cfg.max_tokens_per_rank, ranks.device
-        checks.given("hidden_states", hidden_states, shape=shape, dtype=torch.bfloat16, device=device)
-        tokens = hidden_states.shape[0]
-        require(tokens <= most, "hidden_states.shape[0] = {}: must not exceed {} = {}; raise it", tokens, LIMIT, most)
-        for name, types in (("topk_ids", checks.ID_TYPES), ("topk_weights", FLOATS)):
-            given, rule = getattr(topk_output, name, None), "topk_output = {}: must be StandardTopKOutput"
-            require(given is not None, rule, type(topk_output).__name__)
-            checks.given(f"topk_output.{name}", given, shape=(tokens, cfg.top_k), dtype=types, device=device)
-        communicator = self._connected()
+        routed = getattr(topk_output, "topk_ids", None), getattr(topk_output, "topk_weights", None)
+        kind = kind_of(hidden_states), kind_of(routed)
+        if kind not in self._kinds:
+            self._check(hidden_states, topk_output, ranks.device)
+            self._kinds.add(kind)
+        tokens, communicator = hidden_states.shape[0], self._connected()
         ids = topk_output.topk_ids.contiguous()  # not narrowed, since the kernel checks them
         weights = of_type(topk_output.topk_weights, torch.float32).contiguous()
         masked, together, counts = not get_is_extend_in_batch(), 0, None
@@ -155,6 +154,17 @@ class CuteEPDispatcher(BaseDispatcher):
             expert_alignment=ALIGNMENT,
             activation_scale_block_size=self._block,
         )
+
+    def _check(self, hidden_states: torch.Tensor, topk_output: StandardTopKOutput, device: torch.device) -> None:
+        """EPInputError unless dispatch takes them."""
+        cfg, most = self.cfg, self.cfg.max_tokens_per_rank
+        checks.given("hidden_states", hidden_states, shape=(None, cfg.hidden), dtype=torch.bfloat16, device=device)
+        tokens = hidden_states.shape[0]
+        require(tokens <= most, "hidden_states.shape[0] = {}: must not exceed {} = {}; raise it", tokens, LIMIT, most)
+        for name, types in (("topk_ids", checks.ID_TYPES), ("topk_weights", FLOATS)):
+            given, rule = getattr(topk_output, name, None), "topk_output = {}: must be StandardTopKOutput"
+            require(given is not None, rule, type(topk_output).__name__)
+            checks.given(f"topk_output.{name}", given, shape=(tokens, cfg.top_k), dtype=types, device=device)
 
     def combine(self, combine_input: DeepEPv2CombineInput) -> torch.Tensor:
         """Bring the experts' outputs home and sum them with the router weights: on each expert's rank in float32,

@@ -19,6 +19,7 @@ from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.integrations.common import checks, pools
 from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, demand, named_config, of_type, room_for
 from cute_ep.integrations.common.early import early_room
+from cute_ep.integrations.common.kinds import Kinds, kind_of
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.batches import PlainBatch
 from cute_ep.ops.calls import dispatch_rows
@@ -69,7 +70,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         checks.sms("sms", config.sms)
         self.config, self.alignment = config, alignment_for(config.pad_multiple or 1, "pad_multiple")
         self.communicator: str | None = None
-        self._room = 0
+        self._room, self._kinds = 0, Kinds()  # of dispatches
 
     def wire_meshes(self, *, ep_mesh: Any) -> None:
         """Take the mesh; collective over it where the configuration says enough to connect."""
@@ -116,14 +117,12 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         """
         compiling, counts = torch.compiler.is_compiling(), num_local_tokens_per_expert_E
         if not compiling:
-            pool, types = self._ranks(), checks.ID_TYPES
+            pool = self._ranks()
             WORDS.raise_found(pool)
-            checks.given("x_TD", x_TD, shape=(None, None), dtype=FLOATS, device=pool.device)
-            checks.most("x_TD.shape[0]", x_TD.shape[0], FEWER)
-            shape = x_TD.shape[0], self.top_k
-            checks.given("topk_scores_TK", topk_scores_TK, shape=shape, dtype=FLOATS, device=pool.device)
-            checks.given("topk_expert_ids_TK", topk_expert_ids_TK, shape=shape, dtype=types, device=pool.device)
-            checks.given("num_local_tokens_per_expert_E", counts, shape=(self.num_experts,), device=pool.device)
+            kind = kind_of(x_TD), kind_of(topk_scores_TK), kind_of(topk_expert_ids_TK), kind_of(counts)
+            if kind not in self._kinds:
+                self._check(x_TD, topk_scores_TK, topk_expert_ids_TK, counts, pool.device)
+                self._kinds.add(kind)
             sizes = x_TD.shape[1], self.num_experts, self.top_k, x_TD.shape[0]
             cfg = pools.config_for(pool, NAMES, sizes, row_alignment=self.alignment)
         (tokens, hidden), name = x_TD.shape, self.communicator
@@ -156,6 +155,15 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         whole = unit == 1 and factor is None and not compiling  # rows are neither padding nor lost
         numbers = batch.row_counts if whole else batch.row_offsets.diff()
         return of_type(batch.tokens, x_TD.dtype), numbers, batch
+
+    def _check(self, x: Tensor, scores: Tensor, ids: Tensor, counts: Tensor, device: torch.device) -> None:
+        """EPInputError unless dispatch takes them."""
+        checks.given("x_TD", x, shape=(None, None), dtype=FLOATS, device=device)
+        checks.most("x_TD.shape[0]", x.shape[0], FEWER)
+        shape = x.shape[0], self.top_k
+        checks.given("topk_scores_TK", scores, shape=shape, dtype=FLOATS, device=device)
+        checks.given("topk_expert_ids_TK", ids, shape=shape, dtype=checks.ID_TYPES, device=device)
+        checks.given("num_local_tokens_per_expert_E", counts, shape=(self.num_experts,), device=device)
 
     def _rows_by_collective(self, counts: Tensor, ranks: int, local: int) -> int:
         """How many rows come, by ops that compilers trace."""

@@ -20,6 +20,7 @@ from cute_ep.api.tensors import overlap
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import FLOATS, as_rows, demand, of_type, require
 from cute_ep.integrations.common.halves import Hook
+from cute_ep.integrations.common.kinds import Kinds, kind_of
 from cute_ep.integrations.common.pools import OwnSizes
 from cute_ep.integrations.vllm.manager import DEFAULTS, NAMES, WORDS, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import BF16, FP8
@@ -47,6 +48,11 @@ class PrepareInput(NamedTuple):
     quant_config: FusedMoEQuantConfig
     defer_input_quant: bool
 
+    @property
+    def of_layer(self) -> tuple[int, bool, bool]:
+        """What calls of one layer have in common, and is no tensor."""
+        return self.num_experts, self.weighted, self.defer_input_quant
+
 
 class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     """Prepares the inputs of one layer's experts and finalizes their outputs. Prepare and finalize alternate.
@@ -72,6 +78,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             nodes = manager.pool.ranks_per_node
         made = {"timeout_s": options.timeout_s, "ranks_per_node": nodes}
         self._cfg = self._made(NAMES, (*sizes, ranks), error=EPConfigError, **made)
+        self._kinds = Kinds()  # of prepares
         self._communicator: EPCommunicator | None = None
         self._batches: dict[int, tuple[Dispatched, int]] = {}  # and rows returned, by vLLM's number of the micro-batch
 
@@ -99,6 +106,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         fp8 = square and quant.quant_dtype == torch.float8_e4m3fn and not quant.is_scale_transposed
         cfg = self._config_for(fused_experts, fp8 and not fused_experts.expects_unquantized_inputs)
         self._cfg = replace(cfg, ranks_per_node=self._manager.pool.ranks_per_node)
+        self._kinds.clear()
         self._communicator = self._manager.get_handle({"cfg": self._cfg, "options": self._options})
 
     @abstractmethod
@@ -155,6 +163,30 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         """Send, and receive, unless it is `hooked`: then a hook receives. What returns the result, once received. Rows
         that are multiplied by their weights here, combine multiplies by 1."""
         WORDS.raise_found(self._manager.pool)
+        kind = kind_of(given.a1), kind_of(given.topk_ids), kind_of(given.topk_weights), *given.of_layer
+        if kind not in self._kinds:
+            self._check(given)
+            self._kinds.add(kind)
+        tokens, most = given.a1.shape[0], self._cfg.max_tokens_per_rank
+        communicator, halves, number = self._connected(), self._manager.halves, dbo_current_ubatch_id()
+        halves.make_way(communicator, PREPARE, whole=not hooked)
+        rows, weights = given.a1, of_type(given.topk_weights, torch.float32).contiguous()
+        if given.weighted:
+            rows, weights = rows * given.topk_weights.to(rows.dtype), torch.ones_like(weights)
+        tokens = self._most_tokens(tokens)
+        sent, scales, out, result = self._sending(given, as_rows(rows), weights, tokens)
+        options, received = {"scales": scales, "frame": min(max(tokens, 1), most)}, list[Dispatched]()
+        hook = halves.dispatch(communicator, PREPARE, sent, out, received.append, hooked=hooked, **options)
+
+        def receiver() -> mk.PrepareResultType:
+            made = result(received[0])
+            self._batches[number] = received[0], made[0].numel() // max(1, made[0].shape[-1])
+            return made
+
+        return hook, receiver
+
+    def _check(self, given: PrepareInput) -> None:
+        """EPInputError unless prepare takes it."""
         cfg, device, a1, num_experts = self._cfg, self._manager.pool.device, given.a1, given.num_experts
         checks.given("a1", a1, shape=(None, cfg.hidden), device=device)
         rule = "a1.dtype = {}: must be torch.bfloat16, start vLLM with --dtype bfloat16"
@@ -168,22 +200,6 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         require(not given.weighted or cfg.top_k == 1, "topk_ids.shape[1] = {}: must be 1 to weight inputs", cfg.top_k)
         rule = "defer_input_quant = True: must be as it was when the layer was made"
         require(cfg.format is BF16 or not given.defer_input_quant, rule)
-        communicator, halves, number = self._connected(), self._manager.halves, dbo_current_ubatch_id()
-        halves.make_way(communicator, PREPARE, whole=not hooked)
-        rows, weights = given.a1, of_type(given.topk_weights, torch.float32).contiguous()
-        if given.weighted:
-            rows, weights = rows * given.topk_weights.to(rows.dtype), torch.ones_like(weights)
-        tokens = self._most_tokens(shape[0])
-        sent, scales, out, result = self._sending(given, as_rows(rows), weights, tokens)
-        options, received = {"scales": scales, "frame": min(max(tokens, 1), most)}, list[Dispatched]()
-        hook = halves.dispatch(communicator, PREPARE, sent, out, received.append, hooked=hooked, **options)
-
-        def receiver() -> mk.PrepareResultType:
-            made = result(received[0])
-            self._batches[number] = received[0], made[0].numel() // max(1, made[0].shape[-1])
-            return made
-
-        return hook, receiver
 
     @abstractmethod
     def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor, tokens: int) -> Sending:
