@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from types import TracebackType
 from typing import NoReturn, Self
 
 import torch
 
-from cute_ep.api.buffers import DispatchBuffers
+from cute_ep.api.buffers import DispatchBuffers, routed_shape
 from cute_ep.api.calls import DispatchInput, SumOptions, row_input
 from cute_ep.api.config import EPConfig, memory_bytes
 from cute_ep.api.dispatched import Dispatched
@@ -74,6 +75,16 @@ class EPCommunicator(ABC):
         """Whether other ranks of the group are on the same device in this process. Results of a call are then in place
         after `synchronize`; otherwise work that the caller's stream is given next, or on the CPU the caller, finds
         them."""
+
+    @cached_property
+    def ones(self) -> torch.Tensor:
+        """Ones, float32, of the shape of `DispatchBuffers.weights`: with them combine adds a token's rows up as they
+        are. Nothing may write them, and streams need not wait for them."""
+        with torch.inference_mode(False):
+            made = torch.ones(routed_shape(self.cfg), dtype=torch.float32, device=self.device)
+        if made.is_cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+        return made
 
     @property
     def closed(self) -> bool:

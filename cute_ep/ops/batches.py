@@ -14,7 +14,7 @@ from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import CombineMode
 from cute_ep.ops import library
-from cute_ep.ops.registry import communicator_of, ones_of, register, registered
+from cute_ep.ops.registry import communicator_of, register, registered
 
 
 class Batch(NamedTuple):
@@ -105,7 +105,7 @@ class PlainBatch:
 
     def sums(self) -> PlainBatch:
         """The batch, without its rows, for sums that are not weighted, in exact and in partial mode."""
-        kept = self._dispatched.without_rows(ones_of(self._communicator))
+        kept = self._dispatched.without_rows(self._communicator.ones)
         return PlainBatch(self._communicator, kept, None, self._rows, kept.tokens, unweighted=True)
 
     def combine(self, rows: Tensor, *, mode: CombineMode, dtype: torch.dtype) -> Tensor:
@@ -132,7 +132,7 @@ class PlainBatch:
     def _ones(self) -> Tensor:
         """[T, top_k]."""
         ids = self._dispatched.topk_ids
-        return ones_of(self._communicator).view(-1, ids.shape[1])[: ids.shape[0]]
+        return self._communicator.ones.view(-1, ids.shape[1])[: ids.shape[0]]
 
 
 def read_by_combine(rows: Tensor, batch: Batch, mode: str) -> tuple[Tensor, tuple[Tensor | None, ...], str]:

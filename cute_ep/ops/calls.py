@@ -110,8 +110,8 @@ def dispatch_rows(
 
     def send(x: Tensor) -> PlainBatch:
         buffers = DispatchBuffers.carve(communicator.cfg, communicator.device, capacity)
-        sent = library.as_sent(x, topk_ids, travelling)
-        return PlainBatch(communicator, communicator.dispatch(*sent, out=buffers), router_weights, rows())
+        batch = communicator.dispatch(*library.as_sent(x, topk_ids, travelling), out=buffers)
+        return PlainBatch(communicator, batch, router_weights, rows())
 
     if not _needs_gradient(x):
         return send(x)

@@ -12,7 +12,6 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from cute_ep.api.buffers import routed_shape
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.torch_internals import keep_address
@@ -98,22 +97,6 @@ def register(communicator: EPCommunicator) -> str:
             _BY_NAME = {**there, name: Registered(communicator)}
             _NAMES[communicator] = name
     return name
-
-
-_ONES: weakref.WeakKeyDictionary[EPCommunicator, Tensor] = weakref.WeakKeyDictionary()
-
-
-def ones_of(communicator: EPCommunicator) -> Tensor:
-    """Ones, float32, of the shape of a communicator's `DispatchBuffers.weights`: with them combine adds a token's rows
-    up as they are. Always the same tensor, which nothing may write and streams need not wait for."""
-    found = _ONES.get(communicator)
-    if found is None:
-        with torch.inference_mode(False):
-            found = torch.ones(routed_shape(communicator.cfg), dtype=torch.float32, device=communicator.device)
-        if found.is_cuda:
-            torch.cuda.current_stream(found.device).synchronize()
-        _ONES[communicator] = found
-    return found
 
 
 def registered(name: str) -> Registered:

@@ -19,7 +19,7 @@ from cute_ep.api.types import CombineMode
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.batches import PlainBatch
 from cute_ep.ops.calls import dispatch_rows
-from cute_ep.ops.registry import communicator_of, ones_of
+from cute_ep.ops.registry import communicator_of
 from cute_ep.ops.row_weights import dispatch_weighted, weighted_rows
 
 from .layer import Given, check, given, gradients
@@ -155,8 +155,8 @@ def test_ones_are_made_once_and_outside_of_inference_mode() -> None:
     def program(rank: int, comm: str) -> None:
         own = communicator_of(comm)
         with torch.inference_mode():
-            made = ones_of(own)
-        assert ones_of(own) is made and not made.is_inference() and (made == 1).all()
+            made = own.ones
+        assert own.ones is made and not made.is_inference() and (made == 1).all()
 
     on_all_ranks(CFG, program)
 
