@@ -172,7 +172,10 @@ static bool look(const Calls *self, PyObject *object, int place, Argument *into)
         last += (view.shape[i] - 1) * view.strides[i];
     }
     into->bytes = (last + 1) * view.element.bits * view.element.lanes / 8;
-    if (self->open >> place & 1) {
+    if (self->open >> place & 1) {  // its stride would be of a kind that says nothing of it where there is one row
+        int64_t inner = 1;
+        for (int i = view.dims; i--; inner *= view.shape[i])
+            if (view.strides[i] != inner) return false;
         into->rows = kind->shape[0];
         kind->shape[0] = 0;
     }

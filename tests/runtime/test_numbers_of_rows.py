@@ -73,6 +73,15 @@ def test_the_kernel_is_told_how_many_rows_there_are(
     assert told == [count] * len(told)
 
 
+@pytest.mark.parametrize("stride", [0, 1, 2 * BF16.hidden])
+def test_one_row_says_nothing_of_the_strides_of_more(rank: Communicator, stride: int) -> None:
+    memory = torch.zeros(16 * BF16.hidden, dtype=torch.bfloat16)
+    for _ in range(3):
+        rank.combine(memory.as_strided((1, BF16.hidden), (stride, 1)), dispatched(rank))
+    with pytest.raises(EPInputError, match="contiguous"):
+        rank.combine(memory.as_strided((4, BF16.hidden), (stride, 1)), dispatched(rank))
+
+
 REFUSED: dict[str, Callable[[], torch.Tensor]] = {
     "another type": lambda: rows_of(4).float(),
     "another width": lambda: torch.zeros(4, BF16.hidden * 2, dtype=torch.bfloat16),
