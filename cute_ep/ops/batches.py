@@ -122,8 +122,8 @@ class PlainBatch:
     def _make_whole(self) -> Batch:
         comm, own = register(self._communicator), self._dispatched
         registered(comm).slices[own.topk_ids.shape[0]] = own.return_slices_log2
-        made = dict.fromkeys(BUFFERS, own.topk_ids.new_empty(0))
-        made |= {name: getattr(own, name) for name in ("row_offsets", "row_map", "headers", "weights")}
+        made = dict.fromkeys(BUFFERS, own.topk_ids.new_empty(0, dtype=torch.bfloat16))  # as ops have them
+        made |= {name: getattr(own, name) for name in ("row_offsets", "row_counts", "row_map", "headers", "weights")}
         if self._unweighted:
             return Batch(comm, own.topk_ids, self._ones(), **made)
         made |= {"tokens": self.tokens, "row_weights": self.row_weights}

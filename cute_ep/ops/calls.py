@@ -115,9 +115,9 @@ def dispatch_rows(
 
     if not _needs_gradient(x):
         return send(x)
-    tokens, batch = gradients.DispatchRows.apply(send, x)
-    batch.tokens = tokens
-    return batch
+    tokens, batch = gradients.DispatchRows.apply(register(communicator), send, x)
+    whole: Batch = batch._replace(tokens=tokens)
+    return whole
 
 
 def combine(

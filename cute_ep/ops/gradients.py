@@ -15,7 +15,7 @@ from cute_ep.api.buffers import BUFFERS
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.layouts.maps.formats import BF16
 from cute_ep.layouts.maps.variants import NO_HOOKS
-from cute_ep.ops.batches import PlainBatch
+from cute_ep.ops.batches import Batch, PlainBatch
 from cute_ep.ops.library import LIBRARY
 from cute_ep.ops.registry import communicator_of, registered
 from cute_ep.torch_internals import BELOW_AUTOGRAD, BelowAutograd, activation_memory_budget, get_proxy_mode
@@ -76,29 +76,33 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_tokens: Tensor, *others: Any) -> tuple:
-        topk_ids, *batch, weights, frame_ids = ctx.saved_tensors
-        ones, travelled = ones_for(topk_ids, weights)
-        read = grad_tokens, topk_ids, ones, *batch, travelled, frame_ids
-        return None, torch.ops.cute_ep.combine(*read, ctx.comm, "partial", torch.bfloat16, ctx.order), *[None] * 8
+        return None, _home(ctx, grad_tokens), *[None] * 8
 
 
 class DispatchRows(torch.autograd.Function):
-    """`Dispatch` of a `PlainBatch`, which `send` makes of tokens: its rows, and the batch."""
+    """`Dispatch` where `send` makes a `PlainBatch` of tokens: its rows, and the batch. It saves what `Dispatch` saves,
+    since a recomputation may be seen by a mode where the first pass was not."""
 
     @staticmethod
-    def forward(ctx: Any, send: Callable[[Tensor], PlainBatch], x: Tensor) -> tuple[Tensor, PlainBatch]:
-        batch = send(x)
-        ctx.comm, topk_ids, ones, *_ = whole = batch.sums().whole()
-        check_differentiable(ctx.comm)
-        ctx.save_for_backward(topk_ids, ones, *(getattr(whole, name) for name in KEPT))
+    def forward(ctx: Any, comm: str, send: Callable[[Tensor], PlainBatch], x: Tensor) -> tuple[Tensor, Batch]:
+        check_differentiable(comm)
+        batch = send(x).whole()
+        ctx.comm, ctx.order = comm, registered(comm).order
+        ctx.save_for_backward(batch.topk_ids, *(getattr(batch, name) for name in KEPT))
         return batch.tokens, batch
 
     @staticmethod
-    def backward(ctx: Any, grad_tokens: Tensor, _: None) -> tuple[None, Tensor]:
-        order = registered(ctx.comm).order
-        return None, torch.ops.cute_ep.combine(
-            grad_tokens, *ctx.saved_tensors, ctx.comm, "partial", torch.bfloat16, order
-        )
+    def backward(ctx: Any, grad_tokens: Tensor, _: None) -> tuple[None, None, Tensor]:
+        return None, None, _home(ctx, grad_tokens)
+
+
+def _home(ctx: Any, grad_tokens: Tensor) -> Tensor:
+    """Gradients of tokens, of those of their rows and what a dispatch has saved."""
+    topk_ids, *batch, weights, frame_ids = ctx.saved_tensors
+    ones, travelled = ones_for(topk_ids, weights)
+    read = grad_tokens, topk_ids, ones, *batch, travelled, frame_ids
+    gradient: Tensor = torch.ops.cute_ep.combine(*read, ctx.comm, "partial", torch.bfloat16, ctx.order)
+    return gradient
 
 
 class Combine(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +46,7 @@ def layer_of(one: Given, *, modes: bool = False) -> Any:
         own = communicator_of(comm)
         come = coming(one, own.rank)
         batch = dispatch_rows(x, ids, weights, own, come + 5, lambda: come)
-        assert isinstance(batch, PlainBatch) and len(batch.tokens) == len(batch.row_weights) == come
+        assert len(batch.tokens) == len(batch.row_weights) == come
         rows = grouped_mm(batch.tokens, experts, offs=batch.row_offsets[1:]).relu()
         with Seen() if modes else torch.enable_grad():
             return cute_ep.ops.combine(rows, batch, mode)
@@ -85,6 +86,25 @@ def test_a_checkpoint_makes_the_rounds_again(reentrant: bool) -> None:
     for rank, parts in enumerate(made):
         check(one, rank, parts)
     assert calls == [["dispatch", "exact"] * 2 + ["dispatch", "unweighted", "partial"]] * 3
+
+
+@pytest.mark.parametrize("seen", [0, 1], ids=["first", "recomputed"])
+def test_a_mode_may_see_one_of_two_passes(seen: int) -> None:
+    """A checkpoint compares what a call has saved with what the other kind of call saves."""
+    one = given(CFG, TOKENS, "masked")
+
+    def again(*arguments: Any) -> Tensor:
+        passes = iter(range(2))
+
+        def run(*arguments: Any) -> Tensor:
+            with Seen() if next(passes) == seen else nullcontext():
+                return layer_of(one)(*arguments)
+
+        return checkpoint(run, *arguments, use_reentrant=False)
+
+    made, _ = on_all_ranks(CFG, lambda rank, comm: gradients(one, rank, comm, call=again))
+    for rank, parts in enumerate(made):
+        check(one, rank, parts)
 
 
 @BOTH
