@@ -24,6 +24,7 @@ from cute_ep.runtime.local_ops import fused_silu, quantize
 from cute_ep.runtime.routes import count_routes
 from cute_ep.runtime.sums import sum_rows
 from tests.changed_batches import changed
+from tests.runtime.test_routes import PARTS
 
 Made = dict[str, torch.Tensor | None]
 Call = Callable[[Any], Made]
@@ -182,7 +183,12 @@ def activated(fmt: str, layout: str | None, device: torch.device) -> tuple[Call,
 
 def counted(device: torch.device) -> tuple[Call, Made]:
     given: Made = {"topk_ids": torch.tensor([[3]], device=device), "weights": bf16(1, 1, device)}
-    return lambda tensors: count_routes(tensors["topk_ids"], 4, 2, weights=tensors["weights"])._asdict(), given
+
+    def call(tensors: Made) -> Made:
+        found = count_routes(tensors["topk_ids"], 4, 2, weights=tensors["weights"])
+        return {name: getattr(found, name) for name in PARTS}
+
+    return call, given
 
 
 def summed(opened: Open) -> tuple[Call, Made]:

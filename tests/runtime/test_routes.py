@@ -50,6 +50,8 @@ def entries(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> torch.
     return ids
 
 
+PARTS = ("counts", "by_rank", "by_expert", "goes", "ids", "last_ids", "weights")
+"""What `RouteCounts` has."""
 SIZES = [
     (0, 2, 4, 2),
     (1, 1, 1, 1),
