@@ -22,13 +22,6 @@ WORD = torch.int32
 WORD_BYTES = WORD.itemsize
 
 
-@lru_cache(maxsize=64)
-def _rows(count: int, device: torch.device) -> torch.Tensor:
-    """`Carving.rows`."""
-    with torch.inference_mode(False):
-        return torch.empty(count, dtype=WORD, device=device)
-
-
 def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """So many first rows, as if they had been made with the memory: as of `Carving.tensor`."""
     inference = tensor.is_inference()
@@ -36,7 +29,7 @@ def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
         with torch.inference_mode(inference):
             return first_rows(tensor, count)
     with BelowViews():
-        return tensor[:count]
+        return tensor.narrow(0, 0, count)
 
 
 class Piece(NamedTuple):
@@ -125,8 +118,8 @@ class Carving:
         return self._carved(names, rows)
 
     def rows(self, count: int) -> torch.Tensor:
-        """A tensor with so many rows, for what asks only how many there are; other carvings have the same one."""
-        return _rows(count, self._memory.device)
+        """A tensor with so many rows, no more than words, for what asks only how many there are."""
+        return self._memory[:count]
 
     def _carved(self, names: Sequence[str], rows: int | None) -> list[torch.Tensor]:
         """New tensors of so many rows, or of all."""

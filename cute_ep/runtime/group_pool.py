@@ -24,6 +24,8 @@ from cute_ep.runtime.routes import RouteCounts, count_routes
 
 SAME: Mapping[str, str] = MappingProxyType({})
 """Names of an interface that calls the fields of EPConfig as it does."""
+MOST_KEPT = 1024
+"""Kinds of calls for which a pool keeps something."""
 
 
 def own_device() -> torch.device:
@@ -156,8 +158,14 @@ class GroupPool(Pool):
         if counting is None:
             made: dict[str, Any] = {"timeout_s": cfg.timeout_s, "ranks_per_node": cfg.ranks_per_node}
             counting = self.counting(routes.words, sms=sms, **made)
-            self.kept[key] = counting
+            self.keep(key, counting)
         return counting.exchange(routes.sent, cfg.num_experts), routes
+
+    def keep(self, kind: Hashable, found: object) -> None:
+        """Keep what was found out for calls of a kind."""
+        if len(self.kept) >= MOST_KEPT:
+            self.kept.clear()
+        self.kept[kind] = found
 
     @contextmanager
     def owing(self, cfg: EPConfig, exchange: CountExchange, heard: Sequence[ReceiveCounts]) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,7 +66,9 @@ class Part:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, routes: RouteCounts, owner: type) -> torch.Tensor:
+    def __get__(self, routes: RouteCounts | None, owner: type) -> Any:
+        if routes is None:
+            return self
         made = vars(routes)[self.name] = routes.memory.as_strided(*routes.sizes.places[self.name])
         return made
 

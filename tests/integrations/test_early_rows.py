@@ -26,7 +26,19 @@ MOVED = "dispatch_rank_major"
 """The kernel that exchanges counts."""
 MOST = max_rows(RANKS * ROOM * SLOTS, EXPERTS // RANKS, 1)
 """Rows that may come where each rank has ROOM tokens."""
-MAKE = {"empty", "as_strided", "slice", "view", "expand", "detach", "detach_", "to", "resolve_conj", "resolve_neg"}
+MAKE = {
+    "empty",
+    "as_strided",
+    "slice",
+    "view",
+    "expand",
+    "detach",
+    "detach_",
+    "to",
+    "resolve_conj",
+    "resolve_neg",
+    "narrow",
+}
 """Operations of torch that launch nothing, where types are what they are to be."""
 Call = Callable[[int], tuple[torch.Tensor, Callable[[], torch.Tensor]]]
 """A dispatch of so many tokens: the rows that it returns, and their combine."""

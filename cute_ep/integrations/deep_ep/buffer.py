@@ -172,6 +172,8 @@ class Buffer(LowLatency):
             names = "num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert"
             raise EPInputError(f"{names}: must be what get_dispatch_layout returned, without a handle")
         known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
+        if known is not None and known.sizes.given[-1] != ranks:  # of a buffer of other ranks
+            known = None
         layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx
         checks.integer("expert_alignment", expert_alignment)
         checks.integer("num_worst_tokens", room, 0, ranks * MAX_TOKENS_PER_RANK)

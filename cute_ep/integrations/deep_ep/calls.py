@@ -105,8 +105,8 @@ def without_gradients(call: Callable[Given, Returned]) -> Callable[Given, Return
     def wrapped(*args: Given.args, **kwargs: Given.kwargs) -> Returned:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        set_gradients(False)
         try:
+            set_gradients(False)
             return call(*args, **kwargs)
         finally:
             set_gradients(True)

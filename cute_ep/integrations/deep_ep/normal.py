@@ -271,7 +271,7 @@ class NormalMode:
         )
         room: Room | None = self._pool.kept.get(kind)
         if room is None and (room := self._find_room(x, scales, route)) is not None:
-            self._pool.kept[kind] = room
+            self._pool.keep(kind, room)
         if room is None or not may_send_early(room.nbytes):
             return None
         communicator = room.communicator
