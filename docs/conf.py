@@ -48,7 +48,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     # types of other projects: the build needs no network
     (r"py:.*", r"(torch|torchtitan|collections|pathlib|cutlass|flashinfer|sglang|vllm)\..*"),
-    (r"py:class", r"cute_ep\..*\.(Plan|Origin|Memory|Stamp|Arena|Mail)"),  # internal, in public annotations
+    (r"py:class", r"cute_ep\..*\.(Plan|Origin|Memory|Stamp|Arena|Mail|PlainBatch)"),  # internal, in public annotations
     (r"py:class", r"IntTuple|Tiler"),  # nested tuples of integers; tuples of layouts
     (r"py:class", r"cute_ep\.layouts\.maps\.record\.Int"),  # an integer of Python or of the DSL
     (r"py:exc", r".*, .*"),  # "EPInputError, EPTimeout: as `dispatch`."

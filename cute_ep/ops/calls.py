@@ -130,7 +130,7 @@ def combine(
 
     Args:
         rows: [N >= num_rows, hidden] bfloat16; a strided tensor is copied.
-        batch: what `dispatch`, `dispatch_rows` or `dispatch_into` returned.
+        batch: what `dispatch` or `dispatch_into` returned.
         mode, dtype: as there.
 
     Raises:

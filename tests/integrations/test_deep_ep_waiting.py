@@ -230,5 +230,5 @@ def test_a_waiting_dispatch_takes_few_operations_of_torch(
     assert len(launches) - first == 2
     # memory of sums, rows and all else; counts as a row; four tensors of as many rows as came; `detach` is of
     # views
-    made = {"empty": 3, "view": 2, "expand": 1, "as_strided": 3, "slice": 2, "select": 1, "_to_copy": 1}
+    made = {"empty": 3, "view": 2, "expand": 1, "as_strided": 3, "slice": 2, "narrow": 1, "select": 1, "_to_copy": 1}
     assert {name: count for name, count in operations.counted.items() if name != "detach"} == made

@@ -86,7 +86,13 @@ CONTRACT: dict[str, set[str]] = {
     "runtime.pool": {"Hold", "Opening"},
     "runtime.routes": {"RouteCounts", "count_routes"},
     "runtime.sums": {"sum_rows"},
-    "torch_internals": {"AsyncCollectiveTensor", "all_to_all_single", "set_gradients", "version_of"},
+    "torch_internals": {
+        "AsyncCollectiveTensor",
+        "all_to_all_single",
+        "count_dispatch_modes",
+        "set_gradients",
+        "version_of",
+    },
 }
 """What adapters may use of the rest of `cute_ep` beside its public names, by module; the docstring of
 `cute_ep/integrations/__init__.py` says what it is."""
