@@ -8,6 +8,7 @@ import torch.distributed as dist
 from cute_ep import EPInputError, memory_bytes
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import demand, require, roomy_config
+from cute_ep.integrations.common.kinds import Kinds, kind_of
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import Config, EventHandle, EventOverlap, Rows, without_gradients
 from cute_ep.integrations.deep_ep.layout import GivenLayout, Layout, check_layout, routes_of, tokens_by_node
@@ -54,7 +55,7 @@ class Buffer(LowLatency):
         super().__init__(group)
         self.rank, self.group_size = self._pool.rank, self._pool.size
         self._normal = NormalMode(self._pool, lambda device: Buffer.num_sms, self._words)
-        self._kinds = calls.Kinds()
+        self._kinds = Kinds()
 
     def destroy(self) -> None:
         """Give all memory back; collective. Earlier hooks and handles are of no use then; later calls connect again."""
@@ -112,7 +113,7 @@ class Buffer(LowLatency):
         over nodes [nodes] int32 tokens by node, else None; [E] int32 entries by expert; [T, R] bool, whether a token
         goes to a rank; the event."""
         self._begin(previous_event, async_finish, allocate_on_comm_stream)
-        kind = (calls.kind_of(topk_idx), num_experts) if type(num_experts) is int else None
+        kind = (kind_of(topk_idx), num_experts) if type(num_experts) is int else None
         if kind not in self._kinds:
             calls.check_experts(num_experts, self.group_size)
             checks.given("topk_idx", topk_idx, shape=(None, None), dtype=checks.ID_TYPES, device=self._pool.device)
@@ -180,7 +181,7 @@ class Buffer(LowLatency):
         # with a layout that is known, what was found of such tensors is true of these
         kind = None
         if known is not None:
-            kind = known.sizes.given, topk_idx is None, room, calls.kind_of(x), calls.kind_of(topk_weights)
+            kind = known.sizes.given, topk_idx is None, room, kind_of(x), kind_of(topk_weights)
         if kind not in self._kinds:
             self._check_dispatch(x, layout, topk_weights, room, known=known is not None)
         sent = payload, scales = x if isinstance(x, tuple) else (x, None)

@@ -15,8 +15,6 @@ from cute_ep import EPCommunicator, EPError, EPInputError
 from cute_ep.api.tensors import check_written
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import Names, require
-from cute_ep.integrations.common.kinds import Kinds as Kinds
-from cute_ep.integrations.common.kinds import kind_of as kind_of
 from cute_ep.integrations.common.pools import Words
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS
