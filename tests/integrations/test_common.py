@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.integrations.common import checks
@@ -79,3 +80,11 @@ def test_constants_share_memory_until_more_is_needed() -> None:
     assert constant.first(8, place).data_ptr() == first.data_ptr() and asked == [8]
     assert constant.first(9, place).tolist() == list(range(9)) and asked == [8, 16]
     assert constant.first(0, place).tolist() == []
+    assert first.tolist() == [0, 1, 2, 3, 4] and len(constant._made[place]) == 2, "streams may still read the smaller"
+
+
+def test_constants_of_a_mode_are_not_kept() -> None:
+    constant, place = Constant(lambda rows, device: torch.ones(rows, device=device)), torch.device("cpu")
+    with FakeTensorMode():
+        assert type(constant.first(3, place)) is FakeTensor
+    assert type(constant.first(3, place)) is torch.Tensor

@@ -9,6 +9,7 @@ import torch
 
 from cute_ep.api.errors import EPInputError
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
+from cute_ep.integrations.deep_ep.layout import GivenLayout
 
 from .groups import on_buffers
 
@@ -76,3 +77,17 @@ def test_a_row_beyond_what_static_expanded_rows_have_room_for_is_told(monkeypatc
         return ElasticBuffer(group, num_max_tokens_per_rank=66, hidden=HIDDEN, explicitly_destroy=True)
 
     on_buffers(monkeypatch, RANKS, program, make=make)
+
+
+def test_a_layout_that_was_counted_for_other_ranks_is_refused(monkeypatch: Patch) -> None:
+    """Before anything is sent, though its tensors are of one layout."""
+
+    def program(buffer: Buffer) -> None:
+        given = to_first(3)
+        routes, goes = GivenLayout.of(given["topk_idx"], 4, 4)
+        layout = {"num_tokens_per_rank": routes.by_rank, "num_tokens_per_expert": routes.by_expert}
+        for _ in range(2):
+            with pytest.raises(EPInputError, match=r"num_tokens_per_rank.shape = \(4,\): must be \(2\)"):
+                buffer.dispatch(**given, **layout, is_token_in_rank=goes)
+
+    on_buffers(monkeypatch, RANKS, program)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 KINDS_KEPT = 1024
@@ -16,6 +18,12 @@ class Kinds(set[object]):
             if len(self) >= KINDS_KEPT:
                 self.clear()
             super().add(kind)
+
+    def once(self, kind: object, check: Callable[..., None], *given: object) -> None:
+        """Call check(*given), which raises, unless it was right for this kind before."""
+        if kind not in self:
+            check(*given)
+            self.add(kind)
 
 
 def kind_of(given: object) -> object:

@@ -124,11 +124,9 @@ class Route:
 
 
 class Room(NamedTuple):
-    """What dispatches of a kind are sent early with: into memory for so many rows, which `carve` makes, of which tokens
-    have `nbytes`."""
+    """What dispatches of a kind are sent early with: into memory that `carve` makes, of which tokens have `nbytes`."""
 
     communicator: EPCommunicator
-    rows: int
     nbytes: int
     carve: Callable[[], DispatchBuffers]
 
@@ -289,7 +287,7 @@ class NormalMode:
             return None
         rows = route.most_rows(self._pool.size * communicator.cfg.max_tokens_per_rank)
         carve = DispatchBuffers.carver(communicator.cfg, communicator.device, rows)
-        return Room(communicator, rows, rows * x.shape[1] * x.itemsize, carve)
+        return Room(communicator, rows * x.shape[1] * x.itemsize, carve)
 
     def _returned(self, communicator: EPCommunicator, batch: Dispatched) -> Returned:
         return Returned(self._pool.hold(communicator), batch.without_rows())

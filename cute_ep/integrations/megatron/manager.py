@@ -97,9 +97,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         ranks, sms = pools.pool_of(self.group), self.config.moe_deepep_num_sms
         WORDS.raise_found(ranks)
         kind = kind_of(hidden_states), kind_of(self.token_indices)
-        if kind not in self._kinds:
-            self._check(hidden_states, self.token_indices, ranks.device)
-            self._kinds.add(kind)
+        self._kinds.once(kind, self._check, hidden_states, self.token_indices, ranks.device)
         tokens, hidden = hidden_states.shape
         made = {"row_alignment": self.row_alignment, "ranks_per_node": ranks.ranks_per_node}
         way = Way(ranks, NAMES, (hidden, self.num_experts, self.router_topk, tokens), sms, made)

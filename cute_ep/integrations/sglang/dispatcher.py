@@ -114,9 +114,7 @@ class CuteEPDispatcher(BaseDispatcher):
             raise EPError("dispatch: the batch of the dispatch before has not been combined; or drop it with give_up()")
         routed = getattr(topk_output, "topk_ids", None), getattr(topk_output, "topk_weights", None)
         kind = kind_of(hidden_states), kind_of(routed)
-        if kind not in self._kinds:
-            self._check(hidden_states, topk_output, ranks.device)
-            self._kinds.add(kind)
+        self._kinds.once(kind, self._check, hidden_states, topk_output, ranks.device)
         tokens, communicator = hidden_states.shape[0], self._connected()
         ids = topk_output.topk_ids.contiguous()  # not narrowed, since the kernel checks them
         weights = of_type(topk_output.topk_weights, torch.float32).contiguous()

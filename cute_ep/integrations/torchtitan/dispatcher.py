@@ -120,9 +120,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
             pool = self._ranks()
             WORDS.raise_found(pool)
             kind = kind_of(x_TD), kind_of(topk_scores_TK), kind_of(topk_expert_ids_TK), kind_of(counts)
-            if kind not in self._kinds:
-                self._check(x_TD, topk_scores_TK, topk_expert_ids_TK, counts, pool.device)
-                self._kinds.add(kind)
+            self._kinds.once(kind, self._check, x_TD, topk_scores_TK, topk_expert_ids_TK, counts, pool.device)
             sizes = x_TD.shape[1], self.num_experts, self.top_k, x_TD.shape[0]
             cfg = pools.config_for(pool, NAMES, sizes, row_alignment=self.alignment)
         (tokens, hidden), name = x_TD.shape, self.communicator

@@ -86,7 +86,7 @@ class CuteEP(EPImplementation):
             counts = exchange.wait()
         else:
             batch, counts = send_early(Way(ranks, NAMES, (*sizes, tokens), None, {}), routes.ids, exchange, send)
-        come = sum(counts.entries)
+        come = counts.rows(1)
         if batch is None:
             comm = pools.communicator_for(ranks, NAMES, (*sizes, counts.tokens))
             batch = send(comm, pools.room_of(come), lambda: come)

@@ -164,9 +164,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         that are multiplied by their weights here, combine multiplies by 1."""
         WORDS.raise_found(self._manager.pool)
         kind = kind_of(given.a1), kind_of(given.topk_ids), kind_of(given.topk_weights), *given.of_layer
-        if kind not in self._kinds:
-            self._check(given)
-            self._kinds.add(kind)
+        self._kinds.once(kind, self._check, given)
         tokens, most = given.a1.shape[0], self._cfg.max_tokens_per_rank
         communicator, halves, number = self._connected(), self._manager.halves, dbo_current_ubatch_id()
         halves.make_way(communicator, PREPARE, whole=not hooked)
