@@ -57,8 +57,8 @@ class DispatchBuffers:
         row_weights: [capacity] float32, the router weight of each row, 1 from a source that gave none and for the
             shared expert, 0 for padding. In rank-major order [capacity, K], those of the token's entries, 0 for entries
             that are not this rank's.
-        row_expert_ids: [capacity, K] int32 in rank-major order, the local experts of the token's entries, -1 for those
-            that are not this rank's, and in all rows that no token has; else None.
+        row_expert_ids: [capacity, K] in rank-major order, of type `EPConfig.row_ids`, the local experts of the token's
+            entries, -1 for those that are not this rank's, and in all rows that no token has; else None.
         source_ranges: [G, R, 2] int32, of each source in a group (rows, rows of sources before it), of those that a
             block has room for; None in rank-major order, where a group is a source.
         frame_ids: [nodes * Tmax, K] int32, of the frames of F rows that the ranks of this rank's rail gave, node after
@@ -291,7 +291,7 @@ def buffer_shapes(cfg: EPConfig, rows: int) -> Shapes:
         "headers": ((cfg.peers, len(HeaderWord)), torch.int32),
         "weights": (routed, torch.float32),
         "row_weights": ((rows, cfg.top_k) if cfg.is_rank_major else (rows,), torch.float32),
-        "row_expert_ids": ((rows, cfg.top_k), torch.int32) if cfg.is_rank_major else None,
+        "row_expert_ids": ((rows, cfg.top_k), getattr(torch, cfg.row_ids)) if cfg.is_rank_major else None,
         "source_ranges": None if cfg.is_rank_major else ((groups, cfg.peers, 2), torch.int32),
         "frame_ids": None if cfg.nodes == 1 else (routed[1:], torch.int32),
     }

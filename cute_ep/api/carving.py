@@ -18,7 +18,7 @@ from cute_ep.layouts.maps.record import align_up
 from cute_ep.torch_internals import BelowViews
 
 WORD = torch.int32
-"""Element type of an allocation; what is carved out of it has as wide elements."""
+"""Element type of an allocation; what is carved out of it has elements as wide, or of 8 bytes."""
 WORD_BYTES = WORD.itemsize
 
 
@@ -33,7 +33,7 @@ def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class Piece(NamedTuple):
-    """A row-major tensor of these extents and type, behind so many words."""
+    """A row-major tensor of these extents and type, behind so many elements of that type."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -56,12 +56,12 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Pieces:
-        """For row-major tensors of these shapes and types, whose elements have 4 bytes."""
+        """For row-major tensors of these shapes and types, whose elements have 4 or 8 bytes."""
         begins, by_name, end = {}, {}, 0
         for name, (shape, dtype) in shapes.items():
             begins[name] = end
-            by_name[name] = Piece(shape, _strides(shape[1:]), end // WORD_BYTES, dtype)
-            end += align_up(prod(shape) * WORD_BYTES, VECTOR_BYTES)
+            by_name[name] = Piece(shape, _strides(shape[1:]), end // dtype.itemsize, dtype)
+            end += align_up(prod(shape) * dtype.itemsize, VECTOR_BYTES)
         return cls(end // WORD_BYTES, begins, by_name)
 
     @property

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import TypeGuard
 
 from cute_ep.api.errors import EPConfigError
-from cute_ep.api.types import FormatName, RowOrder, ScaleLayout
+from cute_ep.api.types import ROW_IDS, FormatName, RowIds, RowOrder, ScaleLayout
 from cute_ep.layouts.maps.arena import MAX_SCALED, MAX_STRIDE, Arena, message_of, return_slots
 from cute_ep.layouts.maps.formats import FORMATS, Format
 from cute_ep.layouts.maps.mail import Mail
@@ -30,7 +30,8 @@ from cute_ep.layouts.maps.scales import ATOM, ATOM_ROWS, scale_block, scale_row_
 
 MAX_HIDDEN = 65536
 MAX_BLOCK_ROWS = 1 << 30
-"""Rows of all blocks of a rank, times the scale words, or local experts, of a row: kernels count them in 32 bits."""
+"""Rows of all blocks of a rank, times the scale words, or words of local experts, of a row: kernels count them in 32
+bits."""
 LONGEST_S = 3600
 """The most that `EPConfig.timeout_s` may be."""
 
@@ -81,6 +82,7 @@ class EPConfig:
             (token, rank), grouped by source rank, as DeepEP's normal mode has them; beside it stand the token's local
             experts and router weights (`DispatchBuffers.row_expert_ids`, `row_weights`). Then the caller's experts
             weight and sum, and combine only takes mode "partial", which adds a token's rows over ranks.
+        row_ids: type of elements of `DispatchBuffers.row_expert_ids`; "int64" in rank-major order only.
         ranks_per_node: ranks of one node, at most 32 that divide `world_size`; rank r is on node r // ranks_per_node.
             The ranks with one r % ranks_per_node, one on each node, are a rail: a token travels along its rail to the
             nodes that have its experts, and within each from the rail's rank (docs/nodes.md). None, also where it is
@@ -104,11 +106,14 @@ class EPConfig:
     block_rows: int | None = None
     row_order: RowOrder = EXPERT_MAJOR
     ranks_per_node: int | None = None
+    row_ids: RowIds = "int32"
 
     def __post_init__(self) -> None:
         """Check each field after those that its rule depends on, so a rule holds whatever is mended afterwards."""
         self._require("dispatch_format", _is_in(self.dispatch_format, FORMATS), f"one of {', '.join(FORMATS)}")
         self._require("row_order", _is_in(self.row_order, ROW_ORDERS), f"one of {', '.join(ROW_ORDERS)}")
+        ids = ROW_IDS if self.is_rank_major else ROW_IDS[:1]
+        self._require("row_ids", _is_in(self.row_ids, ids), f"one of {', '.join(ids)} for {self.row_order} rows")
         self._check_nodes()
         over = "" if self.nodes == 1 else f" over {self.nodes} nodes"
         allowed = (False,) if over else (True, False)
@@ -194,7 +199,8 @@ class EPConfig:
         names = ", ".join(map(str, allowed))
         if self.block_rows is not None:
             multiple = ATOM_ROWS if self.scales_as == ATOM else 1
-            words = max(1, scale_words(self.format.scale_bytes(self.hidden)), self.is_rank_major * self.top_k)
+            ids = self.is_rank_major * self.top_k * (1 if self.row_ids == "int32" else 2)
+            words = max(1, scale_words(self.format.scale_bytes(self.hidden)), ids)
             most = MAX_BLOCK_ROWS // (self.groups * words) // multiple * multiple
             good = is_integer(self.block_rows) and multiple <= self.block_rows <= most
             kind = f"a multiple of {multiple}" if multiple > 1 else "an integer"

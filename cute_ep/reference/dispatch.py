@@ -343,8 +343,8 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
         for index, one in enumerate(peers):
             ids[index, : one.tokens] = lower_halves(one.topk_ids)
         local = torch.where((ids >= 0) & (ids // cfg.local_experts == rank), ids - rank * cfg.local_experts, -1)
-        row_expert_ids = torch.full((num_rows, cfg.top_k), -1, dtype=torch.int32, device=device)
-        row_expert_ids[to] = local[source[held], token[held]]
+        row_expert_ids = torch.full((num_rows, cfg.top_k), -1, dtype=getattr(torch, cfg.row_ids), device=device)
+        row_expert_ids[to] = local[source[held], token[held]].to(row_expert_ids.dtype)
         row_weights = torch.zeros(num_rows, cfg.top_k, dtype=torch.float32, device=device)
         row_weights[to] = torch.where(local >= 0, given, 0)[source[held], token[held]]
     else:

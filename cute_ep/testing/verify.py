@@ -99,7 +99,7 @@ def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, ra
         got, want = (one[source, :tokens][mine] for one in weights)
         assert_bits(got, want, f"{where}weights[{source}]")
     if expected.row_expert_ids is not None:
-        ids = torch.full(actual.row_expert_ids.shape, -1, dtype=torch.int32)
+        ids = torch.full(actual.row_expert_ids.shape, -1, dtype=expected.row_expert_ids.dtype)
         ids[: len(expected.row_expert_ids)] = expected.row_expert_ids
         assert_bits(actual.row_expert_ids, ids, f"{where}row_expert_ids")
     if expected.frame_ids is not None:

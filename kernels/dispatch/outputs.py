@@ -24,6 +24,16 @@ PADDING_PARTS = 16
 """Parts, a warp each, into which the zeroing of one group's padding is cut."""
 
 
+@cute.jit
+def put_expert(ctx: DispatchContext, entry: Int32, expert: Int32) -> None:
+    """Element `entry` of row_expert_ids, of which an int64 is two words, the lower one first."""
+    wide = ctx.out.wide_ids
+    gRowExpert = array(ctx.out.row_expert_ids, Int32, (ctx.out.capacity * ctx.top_k) << wide)
+    gRowExpert[entry << wide] = expert
+    if wide != 0:
+        gRowExpert[(entry << wide) + 1] = expert >> 31
+
+
 class Outputs:
     """Writes the small outputs from the tables."""
 
@@ -45,7 +55,6 @@ class Outputs:
     def mask_unused(self, ctx: DispatchContext, receiver: Int32, receivers: Int32) -> None:
         """In rank-major order, no experts for rows that no token has: a matmul that reads them leaves these rows out.
         By each receiving CTA, number `receiver` of `receivers`."""
-        gRowExpert = array(ctx.out.row_expert_ids, Int32, ctx.out.capacity * ctx.top_k)
         fits = self.tables.row_start(ctx, self.tables.groups(ctx)) <= ctx.out.capacity
         for group in cutlass.range(self.tables.groups(ctx), unroll=1):
             first = self.tables.row_start(ctx, group) + self.tables.rows_of(ctx, group)
@@ -56,7 +65,7 @@ class Outputs:
                 first, end = Int32(0), cutlass.select_(group == 0, ctx.out.capacity, Int32(0))
             start = first * ctx.top_k + receiver * THREADS + ctx.tid
             for at in cutlass.range(start, end * ctx.top_k, receivers * THREADS, unroll=1):
-                gRowExpert[at] = Int32(NO_ROW)
+                put_expert(ctx, at, Int32(NO_ROW))
 
     @cute.jit
     def run(self, ctx: DispatchContext) -> None:
@@ -190,6 +199,5 @@ class Outputs:
             for at in cutlass.range(opaque(0), groups * ctx.ranks * 2, unroll=1):
                 gRange[at] = 0
         if cutlass.const_expr(self.tables.rank_major):
-            gRowExpert = array(ctx.out.row_expert_ids, Int32, ctx.out.capacity * ctx.top_k)
             for at in cutlass.range(opaque(0), ctx.out.capacity * ctx.top_k, unroll=1):
-                gRowExpert[at] = Int32(NO_ROW)
+                put_expert(ctx, at, Int32(NO_ROW))

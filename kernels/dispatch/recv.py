@@ -44,7 +44,7 @@ from cute_ep.kernels.device.slices import (
     vectors_of,
 )
 from cute_ep.kernels.device.sync import Awaited, grid_barrier, take_ticket, wait_two_ll, warp_all
-from cute_ep.kernels.dispatch.outputs import Outputs
+from cute_ep.kernels.dispatch.outputs import Outputs, put_expert
 from cute_ep.kernels.dispatch.row_copy import RowCopy, Targets
 from cute_ep.kernels.dispatch.row_tables import Tables
 from cute_ep.kernels.dispatch.scale_tiles import ScaleTiles
@@ -260,9 +260,9 @@ class DispatchRecv:
             gRowMap[source, at] = row
             if (here != Uint32(0)) & (home < ctx.out.capacity):
                 local = entry_expert(entry) - ctx.rank * ctx.local_experts
-                gRowExpert = array(ctx.out.row_expert_ids, Int32, ctx.out.capacity, ctx.top_k)
                 gRowWeight = array(ctx.out.row_weights, Int32, ctx.out.capacity, ctx.top_k)
-                gRowExpert[home, lane] = cutlass.select_(entry != Int32(MASKED_ENTRY), local, Int32(NO_ROW))
+                own = cutlass.select_(entry != Int32(MASKED_ENTRY), local, Int32(NO_ROW))
+                put_expert(ctx, home * ctx.top_k + lane, own)
                 gRowWeight[home, lane] = cutlass.select_(entry != Int32(MASKED_ENTRY), weight, Int32(0))
                 if lane == last:
                     self._tell_source(ctx, row, row_slice.token, lane)

@@ -192,6 +192,7 @@ class Output(NamedTuple):
         aligned: 0 where the rows of groups follow one another, else 1.
         capacity: rows of tokens and src_info.
         has_tiles: `layouts.maps.scales.has_tiles` of the scales.
+        wide_ids: 1 where elements of row_expert_ids have 64 bits, else 0.
     """
 
     tokens: Address
@@ -213,6 +214,7 @@ class Output(NamedTuple):
     aligned: Size
     capacity: Size
     has_tiles: Size
+    wide_ids: Size
 
 
 class Scales(NamedTuple):

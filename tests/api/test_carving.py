@@ -26,6 +26,7 @@ from tests.reference.ranks import at_once
 CONFIGS = {
     "expert-major": EPConfig(128, 6, 3, 5, 2, "nvfp4"),
     "rank-major": EPConfig(128, 6, 3, 5, 2, row_order="rank_major", row_alignment=1),
+    "rank-major, wide ids": EPConfig(128, 6, 3, 5, 2, row_order="rank_major", row_alignment=1, row_ids="int64"),
     "blocks": EPConfig(128, 6, 3, 5, 2, "fp8", scale_layout="transposed", block_rows=10),
     "row scales": EPConfig(128, 6, 3, 5, 2, "nvfp4_row"),
 }

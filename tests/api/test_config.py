@@ -90,6 +90,7 @@ GOOD = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=128, 
             "one of atom128x4, linear for nvfp4",
         ),
         ({"scale_layout": "atom128x4", "dispatch_format": "fp8"}, "'atom128x4'", "one of transposed, linear for fp8"),
+        ({"row_ids": "int64"}, "'int64'", "must be one of int32 for expert_major rows"),
         ({"row_alignment": 0}, "0", "must be None or one of 1, 4, 8, 16, 64, 128 for bf16"),
         ({"row_alignment": True}, "True", "must be None or one of 1, 4, 8, 16, 64, 128 for bf16"),
         ({"row_alignment": 4.0}, "4.0", "must be None or one of 1, 4, 8, 16, 64, 128 for bf16"),
@@ -345,8 +346,7 @@ def test_messages_and_rows_keep_16_byte_alignment(cfg: EPConfig) -> None:
 
 @given(configs)
 def test_ll_words_are_stored_whole(cfg: EPConfig) -> None:
-    """A word of the routing table is 8 bytes at a multiple of 8: one store writes value and epoch, one load reads
-    them. The same holds for flags."""
+    """A word of the routing table, as a flag, is 8 bytes at a multiple of 8: one store writes value and epoch."""
     arena = cfg.arena
     assert LL_BYTES == 8
     for name in ("table", "entries", "weights"):

@@ -20,6 +20,7 @@ from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.gates import KINDS, Gate
 from cute_ep.api.row_tensors import QuantizedRows, SwigluRows, payload_columns, payload_dtype, scale_dtype
 from cute_ep.api.tensors import check_tensor
+from cute_ep.api.types import ROW_IDS
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, ROW_ORDERS
 from cute_ep.layouts.maps.scales import scale_shape
@@ -140,6 +141,7 @@ LIKELY: Mapping[str, st.SearchStrategy] = {
     "skip_a2a": st.booleans(),
     "block_rows": st.none() | st.integers(1, 512),
     "row_order": st.sampled_from(ROW_ORDERS),
+    "row_ids": st.sampled_from(ROW_IDS),
 }
 
 

@@ -10,6 +10,7 @@ import torch
 from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
+from cute_ep.api.types import ROW_IDS, FormatName, RowIds, ScaleLayout
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.routing import RANK_MAJOR
@@ -23,16 +24,18 @@ from .conftest import connected
 
 MANY = LAMPORT_TOKENS + 1
 TOKENS = ((0, "uniform"), (1, "zipf"), (7, "masked"), (33, "one_rank"), (129, "one_expert"), (MANY, "uniform"))
+WIDE = ("bf16", None, "int64"), ("mxfp8", "linear", "int64")
 LAYOUTS = [(name, layout) for name, fmt in FORMATS.items() for layout in fmt.scale_layouts or (None,)]
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["dense", "blocks"])
-@pytest.mark.parametrize(("fmt", "layout"), LAYOUTS)
-def test_rank_major(devices: list[str], fmt: str, layout: str | None, blocks: bool) -> None:
+@pytest.mark.parametrize(("fmt", "layout", "ids"), [*((*one, "int32") for one in LAYOUTS), *WIDE])
+def test_rank_major(devices: list[str], fmt: FormatName, layout: ScaleLayout | None, ids: RowIds, blocks: bool) -> None:
     """Fused and split; a top-k that no warp divides evenly; what no token has is marked, or left alone."""
     ranks = len(devices)
     size = (-(-MANY // 128) * 128 if layout == ATOM else MANY) if blocks else None
-    cfg = EPConfig(1024, 4 * ranks, 3, MANY, ranks, fmt, 20, layout, block_rows=size, row_order=RANK_MAJOR)
+    sizes = 1024, 4 * ranks, 3, MANY, ranks
+    cfg = EPConfig(*sizes, fmt, 20, layout, block_rows=size, row_order=RANK_MAJOR, row_ids=ids)
     with connected(cfg, devices) as communicators:
         for turn, (tokens, routing) in enumerate(TOKENS):
             counts = [max(0, tokens - (tokens + 2) * ((rank + turn) % 3) // 2) for rank in range(ranks)]
@@ -65,10 +68,11 @@ def test_alone(devices: list[str]) -> None:
         check_round(communicators, make_inputs(cfg, [257] * ranks, "masked", 1)[:1] * ranks)
 
 
-def test_rows_beyond_the_buffers(devices: list[str]) -> None:
+@pytest.mark.parametrize("ids", ROW_IDS)
+def test_rows_beyond_the_buffers(devices: list[str], ids: RowIds) -> None:
     """No rows are published and no row has experts; the next round is right."""
     ranks = len(devices)
-    cfg = EPConfig(256, 2 * ranks, 2, 70, ranks, timeout_s=20, row_order=RANK_MAJOR)
+    cfg = EPConfig(256, 2 * ranks, 2, 70, ranks, timeout_s=20, row_order=RANK_MAJOR, row_ids=ids)
     given = make_inputs(cfg, [70] * ranks, "one_expert", 1)
     with connected(cfg, devices) as communicators:
         small = [DispatchBuffers.allocate(cfg, ep.device, 69) for ep in communicators]

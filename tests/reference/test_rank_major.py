@@ -12,6 +12,7 @@ from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.api.types import ROW_IDS, RowIds
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.routing import LOST_ROW
 from cute_ep.reference.backend import connect_reference
@@ -48,11 +49,12 @@ def expected(cfg: EPConfig, rank: int, given: list[RankInputs]) -> list[list[tup
     return sources
 
 
+@pytest.mark.parametrize("ids", ROW_IDS)
 @pytest.mark.parametrize("size", [None, 9], ids=["dense", "blocks"])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_a_rank_has_a_row_for_each_token_that_it_serves(routing: str, size: int | None) -> None:
+def test_a_rank_has_a_row_for_each_token_that_it_serves(routing: str, size: int | None, ids: RowIds) -> None:
     """Rows, what stands beside them, counts, and what combine reads; unused rows have no experts."""
-    cfg = replace(CFG, block_rows=size)
+    cfg = replace(CFG, block_rows=size, row_ids=ids)
     given = make_inputs(cfg, TOKENS, routing, 3)
     _, batches = round_of(cfg, given)
     for rank, batch in enumerate(batches):
@@ -65,7 +67,7 @@ def test_a_rank_has_a_row_for_each_token_that_it_serves(routing: str, size: int 
                 assert_bits(batch.tokens[row], given[source].x[token], f"row {row}")
                 slot = max(k for k, expert in enumerate(local) if expert >= 0)
                 assert batch.src_info[row].tolist() == [token, slot]
-                assert batch.row_expert_ids[row].tolist() == local
+                assert_bits(batch.row_expert_ids[row], torch.tensor(local, dtype=getattr(torch, ids)), f"row {row}")
                 assert batch.row_weights[row].tolist() == weights
                 row_map[source, token, slot] = row
                 used.append(row)

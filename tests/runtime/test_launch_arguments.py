@@ -9,6 +9,7 @@ import torch
 
 from cute_ep import reference
 from cute_ep.api.errors import EPInputError
+from cute_ep.api.types import ROW_IDS, RowIds
 from cute_ep.layouts.maps.arena import message_map, pack_returns, segment_words
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.parameters import numbers
@@ -268,6 +269,13 @@ def test_kernels_are_given_sizes_and_strides_of_the_format(
     for name, tensor in outputs.items():
         assert launches.first().arguments.get(name, 0) == address(tensor), name
     assert launches.first().arguments["out.row_counts"] == batch.row_counts.data_ptr()
+
+
+@pytest.mark.parametrize("ids", ROW_IDS)
+def test_kernels_are_told_how_wide_ids_of_rows_are(make_rank: MakeRank, launches: Launches, ids: RowIds) -> None:
+    batch = make_rank(replace(CFG, dispatch_format="bf16", row_order="rank_major", row_ids=ids)).dispatch(*inputs())
+    assert launches.only().arguments["out.wide_ids"] == (ids == "int64")
+    assert batch.row_expert_ids is not None and batch.row_expert_ids.dtype == getattr(torch, ids)
 
 
 @pytest.mark.parametrize("layout", [ATOM, LINEAR, TRANSPOSED])
