@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from cute_ep.api.carving import Carving, Pieces, first_rows
+from cute_ep.api.carving import Carving, Pieces, first_rows, only_rows
 from cute_ep.api.config import EPConfig, is_integer
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.provenance import Generation, Memory
@@ -21,6 +21,10 @@ from cute_ep.layouts.maps.scales import ATOM, ATOM_ROWS, block_scale_shape, scal
 
 if TYPE_CHECKING:
     from cute_ep.api.dispatched import Dispatched
+
+
+Beside: TypeAlias = tuple[tuple[str, tuple[tuple[int, ...], torch.dtype]], ...]
+"""Names of tensors, and their shapes and types, whose elements have 4 or 8 bytes."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -107,10 +111,11 @@ class DispatchBuffers:
 
     @classmethod
     def carver(
-        cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None
+        cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None, beside: Beside = ()
     ) -> Callable[[], DispatchBuffers]:
-        """What makes anew each time what `carve` makes, in less of the host's time."""
-        absent, apart, pieces = _parts(cfg, rows_for(cfg, check_capacity(cfg, capacity)))
+        """What makes anew each time what `carve` makes, in less of the host's time; and other tensors `beside`, in the
+        allocation that is shared."""
+        absent, apart, pieces = _parts(cfg, rows_for(cfg, check_capacity(cfg, capacity)), beside)
 
         def make() -> DispatchBuffers:
             tensors: dict[str, torch.Tensor | None] = {**absent}
@@ -139,25 +144,24 @@ class DispatchBuffers:
     def first_of(self, names: Sequence[str], rows: int) -> list[torch.Tensor]:
         """`first` of several that have as many rows, in less of the host's time."""
         carving = self.memory.carving
-        if carving is None or not vars(self).keys().isdisjoint(names):
+        if carving is None or self.tokens.shape[0] == rows:
             return [self.first(name, rows) for name in names]
-        return carving.first_of(names, rows)
+        return carving.new(names, rows, vars(self))
 
     def first(self, name: str, rows: int) -> torch.Tensor:
         """The first rows of a tensor that the configuration has, which may have no others. No view for autograd, which
         refuses to change it in place and keeps its memory when that of the rows was freed."""
         carving = self.memory.carving
-        if carving is not None and name not in vars(self):
-            return carving.first(name, rows)
+        if carving is not None and name not in vars(self) and carving.pieces.by_name[name].shape[0] != rows:
+            return carving.new((name,), rows)[0]
         tensor: torch.Tensor = getattr(self, name)
         return tensor if tensor.size(0) == rows else first_rows(tensor, rows)
 
     def without_rows(self, weights: torch.Tensor | None = None) -> DispatchBuffers:
         """The same without the memory of rows and scale factors: `tokens` is one that has as many rows. `weights`: a
         tensor like those that this library has made, to stand for them."""
-        carving = self.memory.carving
-        if carving is not None:
-            rows = carving.rows(self.tokens.size(0))
+        if self.memory.carving is not None:
+            rows = only_rows(self.tokens.size(0), self.tokens.device)
         else:
             rows = self.src_info if self.row_expert_ids is None else self.row_expert_ids
         made = object.__new__(type(self))  # as in `_made`
@@ -298,13 +302,15 @@ def buffer_shapes(cfg: EPConfig, rows: int) -> Shapes:
 
 
 @lru_cache(maxsize=256)
-def _parts(cfg: EPConfig, rows: int) -> tuple[dict[str, None], list[tuple[str, tuple[int, ...], torch.dtype]], Pieces]:
+def _parts(
+    cfg: EPConfig, rows: int, beside: Beside
+) -> tuple[dict[str, None], list[tuple[str, tuple[int, ...], torch.dtype]], Pieces]:
     """Tensors that there are none of; names, shapes and types of those with an allocation of their own; the others."""
     shapes = buffer_shapes(cfg, rows)
     absent = {name: None for name, want in shapes.items() if want is None}
     shared = {name: want for name, want in shapes.items() if want is not None and name not in APART}
     apart = [(name, *want) for name, want in shapes.items() if want is not None and name in APART]
-    return absent, apart, Pieces.of(shared)
+    return absent, apart, Pieces.of({**shared, **dict(beside)})
 
 
 def _tensors(shapes: Shapes, device: torch.device | str) -> dict[str, torch.Tensor | None]:

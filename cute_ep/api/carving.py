@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import align_up
-from cute_ep.torch_internals import BelowViews
+from cute_ep.torch_internals import BelowViews, count_dispatch_modes
 
 WORD = torch.int32
 """Element type of an allocation; what is carved out of it has elements as wide, or of 8 bytes."""
 WORD_BYTES = WORD.itemsize
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
@@ -30,6 +32,25 @@ def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
             return first_rows(tensor, count)
     with BelowViews():
         return tensor.narrow(0, 0, count)
+
+
+def only_rows(count: int, device: torch.device) -> torch.Tensor:
+    """A tensor with so many rows and no memory for them, for what asks only how many there are."""
+    if count_dispatch_modes():  # whose tensors others must not be given
+        return torch.empty(1, dtype=torch.uint8, device=device).expand(count)
+    return _only_rows(count, device)
+
+
+@lru_cache(maxsize=1024)
+@torch.inference_mode(False)
+def _only_rows(count: int, device: torch.device) -> torch.Tensor:
+    return _one_byte(device).expand(count)
+
+
+@lru_cache(maxsize=64)
+def _one_byte(device: torch.device) -> torch.Tensor:
+    """Made once: a graph's capture may be what asks for it, and then its memory stays."""
+    return torch.empty(1, dtype=torch.uint8, device=device)
 
 
 class Piece(NamedTuple):
@@ -104,31 +125,21 @@ class Carving:
         made = self._made.get(name)
         if made is not None:
             return made
-        (made,) = self._carved((name,), None)
+        (made,) = self.new((name,), None)
         return self._made.setdefault(name, made)  # another thread may have been faster
 
-    def first(self, name: str, rows: int) -> torch.Tensor:
-        """The first rows of `tensor`, made as that is, anew each time unless they are all."""
-        return self.first_of((name,), rows)[0]
-
-    def first_of(self, names: Sequence[str], rows: int) -> list[torch.Tensor]:
-        """`first` of several, which have as many rows."""
-        if rows == self.pieces.by_name[names[0]].shape[0]:
-            return [self.tensor(name) for name in names]
-        return self._carved(names, rows)
-
-    def rows(self, count: int) -> torch.Tensor:
-        """A tensor with so many rows, no more than words, for what asks only how many there are."""
-        return self._memory[:count]
-
-    def _carved(self, names: Sequence[str], rows: int | None) -> list[torch.Tensor]:
-        """New tensors of so many rows, or of all."""
+    def new(self, names: Sequence[str], rows: int | None, given: Mapping[str, Any] = NOTHING) -> list[torch.Tensor]:
+        """New tensors, made as `tensor` makes them: the first so many rows, or all. Those that are `given`, of the
+        memory's mode, are not carved."""
         memory, inference, made = self._memory, self._memory.is_inference(), []
         if torch.is_inference_mode_enabled() != inference:
             with torch.inference_mode(inference):
-                return self._carved(names, rows)
+                return self.new(names, rows, given)
         with BelowViews():
             for name in names:
+                if (tensor := given.get(name)) is not None:
+                    made.append(tensor.narrow(0, 0, rows))
+                    continue
                 shape, strides, first, dtype = self.pieces.by_name[name]
                 own = memory if dtype == WORD else memory.view(dtype)
                 made.append(own.as_strided(shape if rows is None else (rows, *shape[1:]), strides, first))

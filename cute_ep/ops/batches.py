@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ class PlainBatch:
         router_weights: this rank's own; None for sums without weights.
     """
 
-    __slots__ = ("_communicator", "_dispatched", "_rows", "_unweighted", "_whole", "router_weights", "tokens")
+    __slots__ = ("_communicator", "_dispatched", "_received", "_rows", "_unweighted", "_whole", "router_weights")
 
     def __init__(
         self,
@@ -75,14 +76,24 @@ class PlainBatch:
         dispatched: Dispatched,
         router_weights: Tensor | None,
         rows: int,
-        tokens: Tensor | None = None,
+        received: Sequence[Tensor] | None = None,
         *,
         unweighted: bool = False,
     ) -> None:
+        """received: `tokens`, and `row_weights` if it has these; None: the first `rows` of the batch's."""
         self._communicator, self._dispatched, self._rows = communicator, dispatched, rows
         self.router_weights, self._unweighted = router_weights, unweighted
         self._whole: Batch | None = None
-        self.tokens = dispatched.buffers.first("tokens", rows) if tokens is None else tokens
+        names = "tokens", "row_weights"
+        self._received = dispatched.buffers.first_of(names, rows) if received is None else received
+
+    @property
+    def tokens(self) -> Tensor:
+        return self._received[0]
+
+    @property
+    def row_weights(self) -> Tensor:
+        return self._received[1]
 
     @property
     def topk_ids(self) -> Tensor:
@@ -99,14 +110,10 @@ class PlainBatch:
         """As of `DispatchBuffers`."""
         return self._dispatched.row_counts
 
-    @property
-    def row_weights(self) -> Tensor:
-        return self._dispatched.buffers.first("row_weights", self._rows)
-
     def sums(self) -> PlainBatch:
         """The batch, without its rows, for sums that are not weighted, in exact and in partial mode."""
         kept = self._dispatched.without_rows(self._communicator.ones)
-        return PlainBatch(self._communicator, kept, None, self._rows, kept.tokens, unweighted=True)
+        return PlainBatch(self._communicator, kept, None, self._rows, (kept.tokens,), unweighted=True)
 
     def combine(self, rows: Tensor, *, mode: CombineMode, dtype: torch.dtype) -> Tensor:
         """As `cute_ep.ops.combine`, where no op is needed."""
