@@ -78,9 +78,9 @@ def forward_ad_level() -> int:
     return forward_ad._current_level
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor, not one of inference mode, was written."""
-    return tensor._version
+def versions_of(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """How often tensors were written; 0 of those of inference mode, of which torch does not know."""
+    return tuple([0 if one.is_inference() else one._version for one in tensors])
 
 
 def keep_address(tensor: torch.Tensor) -> None:

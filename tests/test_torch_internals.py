@@ -67,9 +67,9 @@ def test_levels_of_forward_mode_are_counted() -> None:
 
 def test_a_tensor_that_is_written_has_another_version() -> None:
     x = torch.zeros(2)
-    before = torch_internals.version_of(x)
+    before = torch_internals.versions_of(x)
     x.add_(1)
-    assert torch_internals.version_of(x) != before == torch_internals.version_of(torch.zeros(2))
+    assert torch_internals.versions_of(x) != before == torch_internals.versions_of(torch.zeros(2))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")

@@ -6,11 +6,12 @@ import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from cute_ep.api.buffers import DispatchBuffers
+from cute_ep.api.buffers import Beside, DispatchBuffers
+from cute_ep.api.carving import Carving, Pieces
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
 from cute_ep.api.interface import EPCommunicator
@@ -68,16 +69,22 @@ class ReceiveCounts(_Counts):
         return self._rows[1]
 
 
-class CountExchange:
-    """An exchange of counts that this rank has begun.
+ENDS = "ends"
+"""[R, R] int32 in the memory that an exchange is given: element [s, d], how many tokens ranks 0 .. s send to rank d."""
 
-    Attributes:
-        ends: [R, R] int32 on the device, if they were asked for: element [s, d], how many tokens ranks 0 .. s send to
-            rank d.
-    """
 
-    def __init__(self, ends: torch.Tensor | None, receive: Callable[[], ReceiveCounts]) -> None:
-        self.ends, self._receive = ends, receive
+def with_ends(ranks: int) -> Beside:
+    """ENDS of so many ranks, beside buffers."""
+    return ((ENDS, ((ranks, ranks), torch.int32)),)
+
+
+def memory_of_ends(ranks: int, device: torch.device | str) -> Carving:
+    """New memory for ENDS alone."""
+    return Carving(Pieces.of(dict(with_ends(ranks))), device)
+
+
+class CountExchange(Protocol):
+    """An exchange of counts that this rank has begun."""
 
     def wait(self) -> ReceiveCounts:
         """Wait on the host for all ranks' counts, and for nothing else that the stream has to do; once.
@@ -86,7 +93,38 @@ class CountExchange:
             EPTimeout: a rank did not come in time.
             EPInputError: two later exchanges were begun; at most two may be waited for.
         """
-        return self._receive()
+
+
+class ToldExchange:
+    """One of which a kernel tells the host: record `number` of `words`, of so many local experts."""
+
+    __slots__ = ("_counting", "_local", "_number", "_stream")
+
+    def __init__(self, counting: Counting, number: int, local: int, stream: int) -> None:
+        self._counting, self._number, self._local, self._stream = counting, number, local, stream
+
+    def wait(self) -> ReceiveCounts:
+        """As above."""
+        counting, local, communicator = self._counting, self._local, self._counting.communicator
+        assert counting.told is not None
+        found = counting.told.wait(self._number, local + TOLD_BESIDE_ENTRIES, self._failed, self._ended)
+        if found is None:
+            communicator.synchronize()
+            raise EPError(f"rank {communicator.rank}: an exchange of counts has ended without them; connect again")
+        return ReceiveCounts(found[:local], found[local], found[local + 1])
+
+    def _failed(self) -> bool:
+        return self._counting.communicator.failed
+
+    def _ended(self) -> bool:
+        return stream_of(self._counting.communicator.device, self._stream).query()
+
+
+class ReadExchange:
+    """One whose counts the host reads, by `read`."""
+
+    def __init__(self, read: Callable[[], ReceiveCounts]) -> None:
+        self.wait = read
 
 
 class Counting:
@@ -114,20 +152,22 @@ class Counting:
         self._order = torch.tensor(self.rows, device=communicator.device)
         self.out = DispatchBuffers.carve(cfg, communicator.device, ranks)
         self.table = self.out.tokens.view(torch.int32)
-        self._told: HostWords | None = None
+        self.told: HostWords | None = None
         if kernels_tell(communicator):
             self._kernel = local_kernel(communicator.device.index, TELL_KERNEL, None, None)
             self._come = self.table.data_ptr(), self.out.addresses(["num_rows"])["num_rows"]
             self._sizes = ranks, cfg.nodes, self.table.shape[1]
-            self._told = HostWords(self.table.shape[1])
+            self.told = HostWords(self.table.shape[1])
 
-    def exchange(self, counts: torch.Tensor, experts: int, *, ends: bool = False, told: bool = True) -> CountExchange:
+    def exchange(
+        self, counts: torch.Tensor, experts: int, *, ends: Carving | None = None, told: bool = True
+    ) -> CountExchange:
         """Have every rank know this one's counts, on the current stream. Collective; nothing waits on the host.
 
         Args:
             counts: int32, which begin with `RouteCounts.counts`.
             experts: E, of all ranks.
-            ends: whether `CountExchange.ends` are wanted.
+            ends: where to put ENDS, if they are wanted.
             told: whether the exchange is to be waited for.
 
         Raises:
@@ -138,13 +178,14 @@ class Counting:
         if told and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise EPError("the host waits for numbers of rows, so no CUDA graph can capture this call")
         communicator._send_row(counts, self.everyone, self.out)
-        if self._told is not None:
-            return self._tell(self._told, experts, ends=ends, told=told)
-        sums = self.by_rank()[:, : cfg.world_size].cumsum(0, dtype=torch.int32) if ends else None
+        if self.told is not None:
+            return self._tell(self.told, experts, ends, told=told)
+        if ends is not None:
+            ends.tensor(ENDS).copy_(self.by_rank()[:, : cfg.world_size].cumsum(0))
         if not told or communicator.shares_device:  # then other ranks may have yet to come
-            return CountExchange(sums, lambda: self._read(experts))
+            return ReadExchange(lambda: self._read(experts))
         found = self._read(experts)
-        return CountExchange(sums, lambda: found)
+        return ReadExchange(lambda: found)
 
     def by_rank(self) -> torch.Tensor:
         """The table with a row for each rank, on the device."""
@@ -152,37 +193,27 @@ class Counting:
 
     def free(self) -> None:
         """Give host memory back, when the communicator was closed."""
-        if self._told is not None:
-            self._told.free()
+        if self.told is not None:
+            self.told.free()
 
-    def _tell(self, words: HostWords, experts: int, *, ends: bool, told: bool) -> CountExchange:
+    def _tell(self, words: HostWords, experts: int, ends: Carving | None, *, told: bool) -> CountExchange:
         """Behind an exchange: have a kernel add up the counts, and if they are `told` write them to the host."""
         communicator, device = self.communicator, self.communicator.device
         ranks, *_ = self._sizes
         local = experts // ranks
-        sums = torch.empty((ranks, ranks), dtype=torch.int32, device=device) if ends else None
         number, address, epoch = words.begin() if told else (0, 0, 0)
-        stream, apart = current_stream(device.index), communicator.stream if communicator.shares_device else None
-        if apart is not None:
-            stream = apart.cuda_stream
-            if sums is not None:
-                sums.record_stream(apart)
-        if ends or told:
-            to = address, 0 if sums is None else sums.data_ptr()
-            given = TellArgs(*self._come, *to, *self._sizes, communicator.rank, local, ranks + experts, epoch)
+        if not communicator.shares_device:
+            stream = current_stream(device.index)
+        else:
+            assert communicator.stream is not None
+            stream = communicator.stream.cuda_stream
+            if ends is not None:
+                ends.tensor(ENDS).record_stream(communicator.stream)
+        if told or ends is not None:
+            (to,) = (0,) if ends is None else ends.addresses_of(ENDS)
+            given = TellArgs(*self._come, address, to, *self._sizes, communicator.rank, local, ranks + experts, epoch)
             launch_on(device.index, self._kernel, 1, given, stream)
-
-        def ended() -> bool:
-            return stream_of(device, stream).query()
-
-        def receive() -> ReceiveCounts:
-            found = words.wait(number, local + TOLD_BESIDE_ENTRIES, lambda: communicator.failed, ended)
-            if found is None:
-                communicator.synchronize()
-                raise EPError(f"rank {communicator.rank}: an exchange of counts has ended without them; connect again")
-            return ReceiveCounts(found[:local], found[local], found[local + 1])
-
-        return CountExchange(sums, receive)
+        return ToldExchange(self, number, local, stream)
 
     def _read(self, experts: int) -> ReceiveCounts:
         """On the CPU, from the table, which is there once all ranks have made the call."""

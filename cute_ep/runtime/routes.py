@@ -31,14 +31,14 @@ class Sizes(NamedTuple):
         words: of `counts`.
         places: by name, extents, strides and where they begin, in words or for `goes` in bytes.
         memory: words of all.
-        local_experts: of a rank.
+        numbers: what a kernel is told besides addresses, without a mask and with one.
     """
 
     given: tuple[int, int, int, int]
     words: int
     places: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]
     memory: int
-    local_experts: int
+    numbers: tuple[tuple[int, ...], tuple[int, ...]]
 
     @classmethod
     def of(cls, tokens: int, top_k: int, experts: int, ranks: int) -> Sizes:
@@ -54,7 +54,9 @@ class Sizes(NamedTuple):
             "goes": ((tokens, ranks), (ranks, 1), goes * WORD_BYTES),
         }
         given, memory = (tokens, top_k, experts, ranks), goes + -(-tokens * ranks // WORD_BYTES)
-        return cls(given, words, places, memory, -(-experts // ranks))
+        local = -(-experts // ranks)
+        first, last = (tokens, top_k, ranks, experts, words), (local, division_magic(local))
+        return cls(given, words, places, memory, ((*first, 0, *last), (*first, 1, *last)))
 
 
 sizes_of = lru_cache(maxsize=1024)(Sizes.of)
@@ -154,14 +156,7 @@ def count_routes(
         first + places["last_ids"][2] * WORD_BYTES,
         address(narrow),
         0 if narrow is None else address(wide),
-        tokens,
-        top_k,
-        ranks,
-        num_experts,
-        sizes.words,
-        int(mask),
-        sizes.local_experts,
-        division_magic(sizes.local_experts),
+        *sizes.numbers[mask],
     )
     launch_on(device.index, local_kernel(device.index, COUNT_KERNEL, None, library), 1, arguments)
     return routes

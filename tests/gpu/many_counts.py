@@ -8,7 +8,7 @@ import sys
 import torch
 
 from cute_ep.layouts.maps.routing import MAX_TOP_K
-from cute_ep.runtime.counts import Counting, ReceiveCounts, counting_config
+from cute_ep.runtime.counts import ENDS, Counting, ReceiveCounts, counting_config, memory_of_ends
 from cute_ep.testing.compare import assert_bits
 
 from .conftest import connected
@@ -28,9 +28,10 @@ def main(ranks: int, per_node: int) -> None:
         for number in range(6):
             whole = torch.arange(ranks * WORDS, dtype=torch.int32).view(ranks, WORDS) + number * 0x10001
             given, told = [row.to(device) for row, device in zip(whole, devices, strict=True)], number % 2 == 1
+            ends = [memory_of_ends(ranks, device) if number > 2 else None for device in devices]
             begun = [
-                counting.exchange(own, experts, ends=number > 2, told=told)
-                for counting, own in zip(made, given, strict=True)
+                counting.exchange(own, experts, ends=to, told=told)
+                for counting, own, to in zip(made, given, ends, strict=True)
             ]
             for rank, one in enumerate(begun if told else ()):
                 first = ranks + LOCAL * rank
@@ -39,13 +40,12 @@ def main(ranks: int, per_node: int) -> None:
                 assert one.wait() == want, f"exchange {number}, rank {rank}"
             for communicator in communicators:
                 communicator.synchronize()
-            ends = whole[:, :ranks].cumsum(0, dtype=torch.int32)
-            for rank, counting in enumerate(made):
+            want_ends = whole[:, :ranks].cumsum(0, dtype=torch.int32)
+            for rank, (counting, to) in enumerate(zip(made, ends, strict=True)):
                 where = f"exchange {number}, rank {rank}"
                 assert_bits(counting.by_rank().cpu(), whole, where)
-                assert (begun[rank].ends is None) == (number <= 2)
-                if begun[rank].ends is not None:
-                    assert_bits(begun[rank].ends.cpu(), ends, where)
+                if to is not None:
+                    assert_bits(to.tensor(ENDS).cpu(), want_ends, where)
     for counting in made:
         counting.free()
 

@@ -357,21 +357,21 @@ def test_a_layout_is_taken_only_as_long_as_its_tensors_are_the_same() -> None:
     """Else tokens go where the tensors say that were given."""
     ids = torch.tensor([[0, 5], [3, -1]])
     routes, goes = GivenLayout.of(ids, 6, 2)
-    own = goes, routes.by_rank, routes.by_expert
-    assert GivenLayout.known(*own, ids) == routes
-    assert GivenLayout.known(*own, ids.clone()) is None
-    assert GivenLayout.known(*own, None) == routes  # tokens go the same ways without their entries
+    own = routes.by_rank, goes, routes.by_expert
+    assert GivenLayout.known((*own, ids), 2) == routes
+    assert GivenLayout.known((*own, ids), 3) is GivenLayout.known((*own, ids.clone()), 2) is None
+    assert GivenLayout.known((*own, None), 2) == routes  # tokens go the same ways without their entries
     for position in range(3):
-        other = [tensor.clone() if place == position else tensor for place, tensor in enumerate(own)]
-        assert GivenLayout.known(*other, ids) is None
+        first, second, third = (one.clone() if place == position else one for place, one in enumerate(own))
+        assert GivenLayout.known((first, second, third, ids), 2) is None
     for change in (lambda *_: ids, lambda routes, goes: goes, lambda routes, goes: routes.by_rank):
         routes, goes = GivenLayout.of(ids, 6, 2)
         change(routes, goes)[0] = 1
-        assert GivenLayout.known(goes, routes.by_rank, routes.by_expert, ids) is None
+        assert GivenLayout.known((routes.by_rank, goes, routes.by_expert, ids), 2) is None
     with torch.inference_mode():
         entries = ids.clone()
         routes, goes = GivenLayout.of(entries, 6, 2)
-        assert GivenLayout.known(goes, routes.by_rank, routes.by_expert, entries) == routes
+        assert GivenLayout.known((routes.by_rank, goes, routes.by_expert, entries), 2) == routes
 
 
 def test_a_layout_is_kept_no_longer_than_its_tensors() -> None:

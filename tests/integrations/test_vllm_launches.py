@@ -13,7 +13,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.integrations.common import pools
 from cute_ep.runtime import group_pool, process_connection
 from cute_ep.runtime.communicator import Communicator
-from cute_ep.runtime.counts import CountExchange, ReceiveCounts
+from cute_ep.runtime.counts import CountExchange, ReadExchange, ReceiveCounts
 from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.routes import RouteCounts, count_routes
 from tests.fake_gpu import Launches, MakeRank
@@ -104,7 +104,7 @@ def test_the_host_asks_for_rows_outside_of_capture_only(
             assert launches.kernels == (["dispatch"] if how == "early" else [])
             return ReceiveCounts([3, 2, 1, 0], TOKENS, 4)
 
-        return CountExchange(None, receive), routes
+        return ReadExchange(receive), routes
 
     monkeypatch.setattr(GroupPool, "begin_counts", begin)
     monkeypatch.setattr(pools, "EARLY_BYTES", most * HIDDEN * X.itemsize - (how == "counted"))

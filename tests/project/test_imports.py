@@ -54,6 +54,7 @@ BROUGHT = {"pydantic": "vllm"}
 ADAPTERS = "cute_ep.integrations"
 CONTRACT: dict[str, set[str]] = {
     "adjoints": {"inner_products", "ones_for", "weighted"},
+    "api.carving": {"Carving"},
     "api.config": {"LONGEST_S", "in_words", "is_integer", "is_number"},
     "api.host": {"host_list"},
     "api.rounds": {"MAX_OUTSTANDING"},
@@ -79,7 +80,7 @@ CONTRACT: dict[str, set[str]] = {
     "ops.library": {"FORWARD_OPS"},
     "ops.registry": {"communicator_of", "is_open"},
     "reference.routes": {"NO_EXPERT"},
-    "runtime.counts": {"CountExchange", "Counting", "ReceiveCounts"},
+    "runtime.counts": {"ENDS", "CountExchange", "Counting", "ReceiveCounts", "memory_of_ends", "with_ends"},
     "runtime.gpus": {"check_gpu", "sm_budget", "sms_beside_nccl"},
     "runtime.group_pool": {"GroupPool", "Pools", "own_device"},
     "runtime.local_pool": {"CALLING", "LocalPool"},
@@ -91,7 +92,7 @@ CONTRACT: dict[str, set[str]] = {
         "all_to_all_single",
         "count_dispatch_modes",
         "set_gradients",
-        "version_of",
+        "versions_of",
     },
 }
 """What adapters may use of the rest of `cute_ep` beside its public names, by module; the docstring of

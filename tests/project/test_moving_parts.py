@@ -126,7 +126,7 @@ def test_private_torch_is_found(source: str) -> None:
     [
         "import torch\ntorch.compiler.reset(), torch.__version__, torch.nn.functional",
         "class A:\n    def f(self):\n        return self._version, self._x._y",
-        "from cute_ep.torch_internals import version_of",
+        "from cute_ep.torch_internals import versions_of",
         "import os\nos._exit(0)",
     ],
 )

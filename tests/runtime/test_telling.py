@@ -11,7 +11,7 @@ import torch
 from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.maps.routing import Phase, count_words
 from cute_ep.runtime import host_words
-from cute_ep.runtime.counts import Counting, ReceiveCounts, counting_config
+from cute_ep.runtime.counts import ENDS, Counting, ReceiveCounts, counting_config, memory_of_ends
 from tests.emulated_counts import Stream, arrive
 from tests.fake_gpu import Launches, MakeRank, report
 
@@ -37,9 +37,9 @@ def wanted(given: torch.Tensor) -> ReceiveCounts:
 def test_the_host_is_told_and_waits_for_no_stream(counting: Counting, telling: Stream, launches: Launches) -> None:
     for seed in range(4):
         arrive(counting, given := table(seed))
-        begun = counting.exchange(given[1], EXPERTS, ends=True)
+        begun = counting.exchange(given[1], EXPERTS, ends=(ends := memory_of_ends(RANKS, "cpu")))
         assert begun.wait() == wanted(given)
-        assert torch.equal(begun.ends, given[:, :RANKS].cumsum(0, dtype=torch.int32))
+        assert torch.equal(ends.tensor(ENDS), given[:, :RANKS].cumsum(0, dtype=torch.int32))
     assert len(launches) == 4 and not telling.waited and not telling.asked
 
 
@@ -48,11 +48,11 @@ def test_an_exchange_that_nobody_waits_for_tells_nothing(counting: Counting, tel
     arrive(counting, given := table(1))
     telling.at_once = False
     counting.exchange(given[1], EXPERTS, told=False)
-    begun = counting.exchange(given[1], EXPERTS, ends=True, told=False)
+    counting.exchange(given[1], EXPERTS, ends=(ends := memory_of_ends(RANKS, "cpu")), told=False)
     (launch,) = telling.launches
     assert launch.told == 0
     telling.run()
-    assert torch.equal(begun.ends, given[:, :RANKS].cumsum(0, dtype=torch.int32))
+    assert torch.equal(ends.tensor(ENDS), given[:, :RANKS].cumsum(0, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in order", "the second first"])

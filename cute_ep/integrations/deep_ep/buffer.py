@@ -13,8 +13,9 @@ from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import Config, EventHandle, EventOverlap, Rows, without_gradients
 from cute_ep.integrations.deep_ep.layout import GivenLayout, Layout, check_layout, routes_of, tokens_by_node
 from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
-from cute_ep.integrations.deep_ep.normal import Bias, Handle, NormalMode, Route, entries_of
+from cute_ep.integrations.deep_ep.normal import Bias, Handle, NormalMode, Route, rows_and_entries
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K
+from cute_ep.runtime.counts import memory_of_ends
 
 HANDLE = "what dispatch returned, not a copy of its parts"
 RANKS_PER_NODE = 8
@@ -167,15 +168,14 @@ class Buffer(LowLatency):
             route = checks.kind("handle", handle, Handle, HANDLE).route
             own = route.routes.ids.shape[0]
             require(tokens == own, "x.shape[0] = {}: must be {}, as of the handle", tokens, own)
-            rows, factors, _ = mode.dispatch((*sent, None), route, route.rows)
+            buffers, factors = mode.dispatch((*sent, None), route, route.rows)
+            (rows,) = route.by_source(buffers, ("tokens",), route.rows)
             return calls.paired(rows, factors), None, None, None, None, calls.finished(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             names = "num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert"
             raise EPInputError(f"{names}: must be what get_dispatch_layout returned, without a handle")
-        known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
-        if known is not None and known.sizes.given[-1] != ranks:  # of a buffer of other ranks
-            known = None
         layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx
+        known = GivenLayout.known(layout, ranks)
         checks.integer("expert_alignment", expert_alignment)
         checks.integer("num_worst_tokens", room, 0, ranks * MAX_TOKENS_PER_RANK)
         # with a layout that is known, what was found of such tensors is true of these
@@ -194,23 +194,23 @@ class Buffer(LowLatency):
         weights = None if topk_weights is None else topk_weights.contiguous()
         if weights is not None and routes.ids.shape != weights.shape:
             weights = torch.nn.functional.pad(weights, (0, routes.ids.shape[1] - weights.shape[1]))
-        counting, received, early = mode.counting(routes.words), [], None
-        exchange = counting.exchange(routes.sent, experts, ends=True, told=not room)
+        counting, received, early, whole = mode.counting(routes.words), [], None, (*sent, weights)
+        most = None if room else mode.room(whole, route)
+        out = None if most is None else most.carve()
+        ends = (None if out is None else out.memory.carving) or memory_of_ends(ranks, device)
+        exchange = counting.exchange(routes.sent, experts, ends=ends, told=not room)
         if not room:
-            early = mode.send_early((*sent, weights), route)
+            if most is not None and out is not None:
+                early = mode.send_early(whole, route, most, out)
             counts = exchange.wait()
             route.rows, route.tokens, received = counts.arriving, counts.tokens, counts.padded(expert_alignment)
         mode.place(route, counting)
-        rows, factors, batch = mode.dispatch((*sent, weights), route, route.rows, exact=not room, early=early)
+        buffers, factors = mode.dispatch(whole, route, route.rows, exact=not room, early=early)
         if topk_idx is None:
-            ids, weights, source = None, None, route.by_source(batch, "src_info", route.rows)
+            (rows,), ids, weights = route.by_source(buffers, ("tokens",), route.rows), None, None
         else:
-            ids, weights, source = entries_of(batch, route, topk_idx.shape[1])
-        source = source.select(1, 0)
-        if route.places is not None:  # tokens count nodes in frames
-            source = source % route.frame
-        made = Handle(exchange.ends, None, None, source, is_token_in_rank, None)
-        made.route = route
+            rows, ids, weights = rows_and_entries(buffers, route, topk_idx.shape[1])
+        made = Handle(route, ends, is_token_in_rank)
         return calls.paired(rows, factors), ids, weights, received, made, calls.finished(async_finish)
 
     def _check_dispatch(

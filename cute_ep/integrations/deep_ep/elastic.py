@@ -12,7 +12,7 @@ from cute_ep.integrations.common.checks import demand, named_config, require
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import EventHandle, EventOverlap, Pooled, Rows, without_gradients
 from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle, Layout
-from cute_ep.integrations.deep_ep.normal import Bias, entries_of
+from cute_ep.integrations.deep_ep.normal import Bias, rows_and_entries
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, MAX_TOP_K
@@ -203,15 +203,14 @@ class ElasticBuffer(Pooled):
         mode.config(payload.shape[1], made, scaled=scales is not None)  # checks sizes
         sent = payload, scales, topk_weights
         if handle is None and (do_cpu_sync is None or do_cpu_sync):
-            rows, factors, batch = mode.dispatch_counted(sent, made)
+            buffers, factors = mode.dispatch_counted(sent, made)
         else:
             exact = do_expand or bool(made.num_recv_tokens_per_expert_list)
-            rows, factors, batch = mode.dispatch(sent, made, made.room, exact=exact)
-        room = made.room
+            buffers, factors = mode.dispatch(sent, made, made.room, exact=exact)
         if do_expand:
-            entries, weights = None, batch.buffers.first("row_weights", room)
+            entries, (rows, weights) = None, buffers.first_of(("tokens", "row_weights"), made.room)
         else:
-            entries, weights, _ = entries_of(batch, made, shape[1])
+            rows, entries, weights = rows_and_entries(buffers, made, shape[1])
         if stats is not None:
             stats.add_(made.num_unaligned_recv_tokens_per_expert)
         if factors is not None and use_tma_aligned_col_major_sf:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_ep import Dispatched, EPConfig, EPInputError
+from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPInputError
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.deep_ep import calls
-from cute_ep.integrations.deep_ep.normal import NormalMode, Route, Sent
+from cute_ep.integrations.deep_ep.normal import BY_RANK, NormalMode, Route, Sent
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, NO_ROW, ROW_ALIGNMENTS
@@ -97,7 +97,7 @@ class EPHandle(Route):
 
     @property
     def order(self) -> dict[str, Any]:
-        return {"row_alignment": self.expert_alignment} if self.do_expand else super().order
+        return {"row_alignment": self.expert_alignment} if self.do_expand else BY_RANK
 
     def most_rows(self, tokens: int) -> int:
         """Before `ElasticMode.dispatch_counted`."""
@@ -189,11 +189,12 @@ class ElasticMode(NormalMode):
             routes, experts, most, rows, layout=layout, num_sms=self.sms, topk_idx=ids, num_expanded_tokens=expanded
         )
 
-    def dispatch_counted(self, sent: Sent, handle: EPHandle) -> tuple[torch.Tensor, torch.Tensor | None, Dispatched]:
+    def dispatch_counted(self, sent: Sent, handle: EPHandle) -> tuple[DispatchBuffers, torch.Tensor | None]:
         """`dispatch` of as many rows as come, of which a handle is told; the host waits for all ranks' numbers."""
         routes = handle.routes
         exchange = self.counting(routes.words).exchange(routes.sent, handle.num_experts)
-        early = self.send_early(sent, handle)
+        room = self.room(sent, handle)
+        early = None if room is None else self.send_early(sent, handle, room, room.carve())
         counts = exchange.wait()
         padded = counts.padded(handle.expert_alignment)
         handle.rows, handle.num_expanded_tokens = counts.arriving, sum(padded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import NamedTuple
-from weakref import KeyedRef
+from weakref import ref
 
 import torch
 
@@ -12,12 +12,19 @@ from cute_ep.integrations.deep_ep import calls
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOP_K
 from cute_ep.runtime.routes import RouteCounts, count_routes
-from cute_ep.torch_internals import version_of
+from cute_ep.torch_internals import versions_of
 
 Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 """[R] tokens by rank, [T, R] whether a token goes to a rank, [E] entries by expert, [T, K] entries."""
 _GIVEN: dict[int, GivenLayout] = {}
 """By the id of `goes`, while that is alive."""
+
+
+class Goes(ref[torch.Tensor]):
+    """A weak reference to the `goes` of a layout, which knows its id."""
+
+    __slots__ = ("key",)
+    key: int
 
 
 class GivenLayout(NamedTuple):
@@ -26,40 +33,37 @@ class GivenLayout(NamedTuple):
 
     routes: RouteCounts
     topk_idx: torch.Tensor
-    versions: tuple[int, int]
-    goes: KeyedRef[int, torch.Tensor]
+    versions: tuple[int, ...]
+    goes: Goes
 
     @classmethod
     def of(cls, topk_idx: torch.Tensor, num_experts: int, ranks: int) -> tuple[RouteCounts, torch.Tensor]:
         """Count. Returns what `known` finds again by `goes`, and that."""
         routes = count_routes(topk_idx, num_experts, ranks)
-        goes, versions = routes.goes, (_version(topk_idx), _version(routes.memory))
-        key = id(goes)
-        _GIVEN[key] = cls(routes, topk_idx, versions, KeyedRef(goes, _forget, key))
+        goes = routes.goes
+        found = Goes(goes, _forget)
+        found.key = id(goes)
+        _GIVEN[found.key] = cls(routes, topk_idx, versions_of(topk_idx, routes.memory), found)
         return routes, goes
 
     @staticmethod
-    def known(
-        goes: torch.Tensor, by_rank: torch.Tensor, by_expert: torch.Tensor, topk_idx: torch.Tensor | None
-    ) -> RouteCounts | None:
-        """The counts, if these are of one layout, unchanged, which torch does not know of inference tensors."""
+    def known(layout: Layout, ranks: int) -> RouteCounts | None:
+        """The counts, if these are of one layout for so many ranks, unchanged, which torch does not know of inference
+        tensors."""
+        by_rank, goes, by_expert, topk_idx = layout
         made = _GIVEN.get(id(goes))
         if made is None or made.goes() is not goes or (topk_idx is not None and made.topk_idx is not topk_idx):
             return None
         routes = made.routes
-        same = routes.by_rank is by_rank and routes.by_expert is by_expert
-        return routes if same and made.versions == (_version(made.topk_idx), _version(routes.memory)) else None
+        same = routes.by_rank is by_rank and routes.by_expert is by_expert and routes.sizes.given[-1] == ranks
+        return routes if same and made.versions == versions_of(made.topk_idx, routes.memory) else None
 
 
-def _forget(gone: KeyedRef[int, torch.Tensor]) -> None:
+def _forget(gone: Goes) -> None:
     """A layout whose `goes` is gone, unless another has its id by now."""
     made = _GIVEN.get(gone.key)
     if made is not None and made.goes is gone:
         del _GIVEN[gone.key]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def check_layout(layout: Layout, ranks: int, nodes: int, device: torch.device) -> None:

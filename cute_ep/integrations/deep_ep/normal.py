@@ -5,13 +5,15 @@ more for each rank that it goes to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig
+from cute_ep.api.carving import Carving
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.pools import may_send_early
@@ -19,7 +21,7 @@ from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.layout import whole_vectors
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import MAX_TOP_K, RANK_MAJOR
-from cute_ep.runtime.counts import Counting
+from cute_ep.runtime.counts import ENDS, Counting, with_ends
 from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.pool import Hold, Opening
 from cute_ep.runtime.routes import RouteCounts
@@ -42,23 +44,8 @@ CONFIGS_KEPT = 1024
 """Configurations that a mode keeps, for the same sizes to come again."""
 BY_RANK: dict[str, Any] = {"row_alignment": 1, "row_order": RANK_MAJOR}
 """Of one row per (token, rank)."""
-
-
-class _Fields(NamedTuple):
-    rank_prefix_matrix: torch.Tensor
-    channel_prefix_matrix: None
-    recv_channel_prefix_matrix: None
-    recv_src_idx: torch.Tensor
-    is_token_in_rank: torch.Tensor
-    send_head: None
-
-
-class Handle(_Fields):
-    """What dispatch returns for later calls: DeepEP's six fields, of which three are None, and the route.
-    `rank_prefix_matrix` is [R, R] int32; rows that rank d has of sources 0 .. s are element [s, d]. `recv_src_idx` is
-    [rows] int32, the token index on its source of each row received."""
-
-    route: Route
+WITH_WIDE_IDS: dict[str, Any] = {**BY_RANK, "row_ids": "int64"}
+"""The same, with local experts as dispatch returns them, for handles that do not read them again."""
 
 
 class Returned(NamedTuple):
@@ -101,13 +88,14 @@ class Route:
         assert self.of_rows is not None
         return self.of_rows
 
-    def by_source(self, batch: Dispatched, name: str, rows: int) -> torch.Tensor:
-        """The first rows of a batch's tensor, over nodes by source rank."""
-        if self.places is None:
-            return batch.buffers.first(name, rows)
-        tensor: torch.Tensor = getattr(batch, name)
-        raw = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-        return raw.index_select(0, self.places).view(tensor.dtype)
+    def by_source(self, buffers: DispatchBuffers, names: Sequence[str], rows: int) -> list[torch.Tensor]:
+        """The first rows of tensors, over nodes by source rank."""
+        places = self.places
+        if places is None:
+            return buffers.first_of(names, rows)
+        tensors: list[torch.Tensor] = [getattr(buffers, name) for name in names]
+        raw = [one.view(torch.uint8) if one.itemsize == 1 else one for one in tensors]
+        return [one.index_select(0, places).view(of.dtype) for one, of in zip(raw, tensors, strict=True)]
 
     def by_batch(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows by source rank, as the batch has them."""
@@ -120,11 +108,57 @@ class Route:
     @property
     def order(self) -> dict[str, Any]:
         """Options of a configuration: in which order rows are, and how they are padded."""
-        return BY_RANK
+        return WITH_WIDE_IDS
+
+
+class Handle(Sequence[torch.Tensor | None]):
+    """What dispatch returns for later calls: the `route`, and DeepEP's six fields as a sequence. Three are None, and
+    two are made when they are asked for.
+
+    Attributes:
+        rank_prefix_matrix: [R, R] int32; rows that rank d has of sources 0 .. s are element [s, d].
+        recv_src_idx: [rows] int32, the token index on its source of each row received.
+        is_token_in_rank: [T, R] bool, as dispatch was given it.
+    """
+
+    FIELDS = (
+        "rank_prefix_matrix",
+        "channel_prefix_matrix",
+        "recv_channel_prefix_matrix",
+        "recv_src_idx",
+        "is_token_in_rank",
+        "send_head",
+    )
+    channel_prefix_matrix = recv_channel_prefix_matrix = send_head = None
+
+    def __init__(self, route: Route, ends: Carving, is_token_in_rank: torch.Tensor) -> None:
+        self.route, self._ends, self.is_token_in_rank = route, ends, is_token_in_rank
+
+    @cached_property
+    def rank_prefix_matrix(self) -> torch.Tensor:
+        """See above."""
+        return self._ends.tensor(ENDS)
+
+    @cached_property
+    def recv_src_idx(self) -> torch.Tensor:
+        """See above."""
+        route = self.route
+        (info,) = route.by_source(route.sent.batch.buffers, ("src_info",), route.rows)
+        source = info.select(1, 0)
+        return source if route.places is None else source % route.frame  # in frames tokens count nodes
+
+    def __len__(self) -> int:
+        return len(self.FIELDS)
+
+    def __getitem__(self, field: Any) -> Any:
+        if isinstance(field, slice):
+            return tuple(getattr(self, name) for name in self.FIELDS[field])
+        return getattr(self, self.FIELDS[field])
 
 
 class Room(NamedTuple):
-    """What dispatches of a kind are sent early with: into memory that `carve` makes, of which tokens have `nbytes`."""
+    """What dispatches of a kind are sent early with: into memory that `carve` makes, of which tokens have `nbytes`,
+    with ENDS beside it."""
 
     communicator: EPCommunicator
     nbytes: int
@@ -132,10 +166,10 @@ class Room(NamedTuple):
 
 
 class Early(NamedTuple):
-    """A dispatch that was sent before it was known how many rows come, and its communicator."""
+    """What a dispatch was received into that was sent before it was known how many rows come, and its communicator."""
 
     communicator: EPCommunicator
-    batch: Dispatched
+    buffers: DispatchBuffers
 
 
 class NormalMode:
@@ -152,7 +186,7 @@ class NormalMode:
         self._configs: dict[tuple[object, ...], EPConfig] = {}
         self._countings: dict[int, Counting] = {}
 
-    @property
+    @cached_property
     def ranks_per_node(self) -> int | None:
         """For `EPConfig`; the first time it is collective."""
         return self._pool.ranks_per_node if self._over_nodes else None
@@ -231,30 +265,32 @@ class NormalMode:
 
     def dispatch(
         self, sent: Sent, route: Route, rows: int, *, exact: bool = True, early: Early | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Dispatched]:
+    ) -> tuple[DispatchBuffers, torch.Tensor | None]:
         """Send tokens along a route; the route keeps the batch for combine if it has none. Unless each of the `rows`
         has a token (`exact`), weights behind the last are made 0. What was sent `early` is sent again if a rank had no
-        room for its tokens. Returns [rows, hidden], [rows, factors] scale factors, by source rank, and the batch."""
+        room for its tokens. Returns what was received into, and [rows, factors] scale factors, by source rank."""
         x, scales, _ = sent
         if early is None or early.communicator.cfg.max_tokens_per_rank < route.tokens:
             if early is not None:
                 route.of_rows = None  # whose communicator may give way
             communicator = self._connect(self.config(x.shape[1], route, scaled=scales is not None))
             out = buffers_for(communicator, rows)
-            early = Early(communicator, self._send(communicator, sent, route.routes.ids, route, out, exact=exact))
-        communicator, batch = early
+            batch = self._send(communicator, sent, route.routes.ids, route, out, exact=exact)
+            early = Early(communicator, out)
+            if route.of_rows is None or route.of_rows.hold.communicator.closed:
+                route.of_rows = Returned(self._pool.hold(communicator), batch)
+        buffers = early.buffers
         factors = None
         if scales is not None:
-            factors = route.by_source(batch, "scales", rows).contiguous().view(scales.dtype)
+            (factors,) = route.by_source(buffers, ("scales",), rows)
+            factors = factors.contiguous().view(scales.dtype)
             factors = factors[:, : scales.shape[1]].contiguous()
-        if route.of_rows is None or route.of_rows.hold.communicator.closed:
-            route.of_rows = self._returned(communicator, batch)
-        return route.by_source(batch, "tokens", rows), factors, batch
+        return buffers, factors
 
-    def send_early(self, sent: Sent, route: Route) -> Early | None:
-        """Send tokens along a route before it is known how many come, into memory for as many as may. None, on all
-        ranks alike: there is no communicator yet, that memory is too much, or the route is over
-        nodes, where a dispatch is told the most tokens of a rank. A rank with too many tokens sends none."""
+    def room(self, sent: Sent, route: Route) -> Room | None:
+        """What tokens are sent with along a route before it is known how many come: room for as many as may. None, on
+        all ranks alike: there is no communicator yet, that memory is too much, or the route is over nodes, where a
+        dispatch is told the most tokens of a rank."""
         x, scales, _ = sent
         if self.ranks_per_node is not None:
             return None
@@ -270,27 +306,27 @@ class NormalMode:
         room: Room | None = self._pool.kept.get(kind)
         if room is None and (room := self._find_room(x, scales, route)) is not None:
             self._pool.keep(kind, room)
-        if room is None or not may_send_early(room.nbytes):
-            return None
-        communicator = room.communicator
-        if x.shape[0] > communicator.cfg.max_tokens_per_rank:
+        return None if room is None or not may_send_early(room.nbytes) else room
+
+    def send_early(self, sent: Sent, route: Route, room: Room, out: DispatchBuffers) -> Early:
+        """Send tokens along a route into what `room` has made. A rank with too many tokens sends none."""
+        communicator, ids = room.communicator, route.routes.ids
+        if sent[0].shape[0] > communicator.cfg.max_tokens_per_rank:
+            x, scales, _ = sent
             sent, ids = (x[:0], None if scales is None else scales[:0], None), ids[:0]
-        batch = self._send(communicator, sent, ids, route, room.carve())
-        route.of_rows = self._returned(communicator, batch)  # while the counts are on their way
-        return Early(communicator, batch)
+        batch = self._send(communicator, sent, ids, route, out)
+        route.of_rows = Returned(self._pool.hold(communicator), batch)
+        return Early(communicator, out)
 
     def _find_room(self, x: torch.Tensor, scales: torch.Tensor | None, route: Route) -> Room | None:
-        """For `send_early`."""
+        """For `room`."""
         cfg = self.config(x.shape[1], route, scaled=scales is not None, tokens=self._agreed_tokens(route))
         communicator = self._pool.known(cfg)
         if communicator is None:
             return None
         rows = route.most_rows(self._pool.size * communicator.cfg.max_tokens_per_rank)
-        carve = DispatchBuffers.carver(communicator.cfg, communicator.device, rows)
+        carve = DispatchBuffers.carver(communicator.cfg, communicator.device, rows, with_ends(self._pool.size))
         return Room(communicator, rows * x.shape[1] * x.itemsize, carve)
-
-    def _returned(self, communicator: EPCommunicator, batch: Dispatched) -> Returned:
-        return Returned(self._pool.hold(communicator), batch.without_rows())
 
     def _agreed_tokens(self, route: Route) -> int:
         """Of `config`, for what finds the same communicator on all ranks before they know each other's tokens."""
@@ -306,7 +342,7 @@ class NormalMode:
         *,
         exact: bool = True,
     ) -> Dispatched:
-        """A dispatch of tokens with these entries along a route, into new memory."""
+        """A dispatch of tokens with these entries along a route, into new memory: the batch, without its rows."""
         x, scales, weights = sent
         wire = None
         if scales is not None:
@@ -317,9 +353,8 @@ class NormalMode:
         (self._words.own.add if route.own else self._words.own.discard)(communicator)
         if weights is not None and not exact:
             out.row_weights.zero_()
-        given = checks.as_rows(x), ids, weights
         frame = None if self.ranks_per_node is None else route.frame
-        return communicator.dispatch(*given, scales=wire, out=out, frame=frame)
+        return communicator.dispatch(checks.as_rows(x), ids, weights, scales=wire, out=out, frame=frame).without_rows()
 
     def sums(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: for each token the sum of its rows over ranks, and of the biases, in float32."""
@@ -364,16 +399,14 @@ class NormalMode:
         return returned.hold.communicator, returned.batch
 
 
-def entries_of(batch: Dispatched, route: Route, slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there; [rows, 2] `src_info`)."""
-    names, rows = ("row_expert_ids", "row_weights", "src_info"), route.rows
-    if route.places is None:
-        local, weights, source = batch.buffers.first_of(names, rows)
-    else:
-        local, weights, source = (route.by_source(batch, name, rows) for name in names)
+def rows_and_entries(
+    buffers: DispatchBuffers, route: Route, slots: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """([rows, hidden]; [rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there)."""
+    rows, local, weights = route.by_source(buffers, ("tokens", "row_expert_ids", "row_weights"), route.rows)
     if slots != weights.size(1):
-        local, weights = local[:, :slots], weights[:, :slots].contiguous()
-    return local.long(), weights, source
+        local, weights = local[:, :slots].contiguous(), weights[:, :slots].contiguous()
+    return rows, local.long(), weights
 
 
 def buffers_for(communicator: EPCommunicator, rows: int) -> DispatchBuffers:

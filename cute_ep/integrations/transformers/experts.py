@@ -20,7 +20,7 @@ from cute_ep.integrations.common.checks import demand, of_type, require
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_TOP_K
 from cute_ep.nn.gates import add_bias, plain
-from cute_ep.torch_internals import version_of
+from cute_ep.torch_internals import versions_of
 
 KNOWN_FLAGS = {"has_gate", "has_bias", "has_post_expert_norm"}
 """What `run` computes. A class with another flag of this kind computes something else, so it is refused."""
@@ -123,7 +123,7 @@ class Shards:
 
     def __init__(self, counts: Sequence[int], devices: Sequence[torch.device]) -> None:
         self.counts, self.devices = list(counts), devices
-        self._kept: dict[str, tuple[weakref.ref[Tensor], tuple[int, int], list[Tensor]]] = {}
+        self._kept: dict[str, tuple[weakref.ref[Tensor], tuple[int, tuple[int, ...]], list[Tensor]]] = {}
 
     def of(self, module: nn.Module, name: str) -> list[Tensor]:
         """Each rank's part of a parameter, differentiable if gradients are enabled."""
@@ -136,7 +136,7 @@ class Shards:
             self._kept.pop(name, None)
             return self._parts(whole)
         found = self._kept.get(name)
-        state = (whole.data_ptr(), version_of(whole))
+        state = whole.data_ptr(), versions_of(whole)
         if found is None or found[0]() is not whole or found[1] != state:
             with torch.inference_mode(False), torch.no_grad():  # a later call may need gradients of something else
                 found = self._kept[name] = (weakref.ref(whole), state, self._parts(whole))
