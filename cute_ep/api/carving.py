@@ -35,22 +35,23 @@ def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def only_rows(count: int, device: torch.device) -> torch.Tensor:
-    """A tensor with so many rows and no memory for them, for what asks only how many there are."""
+    """A tensor with so many rows and no memory for them, for what asks only how many there are. Of a type that no
+    payload has, so that no dispatch takes it for memory of rows."""
     if count_dispatch_modes():  # whose tensors others must not be given
-        return torch.empty(1, dtype=torch.uint8, device=device).expand(count)
+        return torch.empty(1, dtype=torch.bool, device=device).expand(count)
     return _only_rows(count, device)
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
 def _only_rows(count: int, device: torch.device) -> torch.Tensor:
-    return _one_byte(device).expand(count)
+    return _one(device).expand(count)
 
 
 @lru_cache(maxsize=64)
-def _one_byte(device: torch.device) -> torch.Tensor:
+def _one(device: torch.device) -> torch.Tensor:
     """Made once: a graph's capture may be what asks for it, and then its memory stays."""
-    return torch.empty(1, dtype=torch.uint8, device=device)
+    return torch.empty(1, dtype=torch.bool, device=device)
 
 
 class Piece(NamedTuple):
@@ -128,19 +129,19 @@ class Carving:
         (made,) = self.new((name,), None)
         return self._made.setdefault(name, made)  # another thread may have been faster
 
-    def new(self, names: Sequence[str], rows: int | None, given: Mapping[str, Any] = NOTHING) -> list[torch.Tensor]:
-        """New tensors, made as `tensor` makes them: the first so many rows, or all. Those that are `given`, of the
-        memory's mode, are not carved."""
-        memory, inference, made = self._memory, self._memory.is_inference(), []
+    def new(self, names: Sequence[str], rows: int | None, made: Mapping[str, Any] = NOTHING) -> list[torch.Tensor]:
+        """New tensors, as `tensor` makes them, of so many first rows, or of all: of those `made` already, in the
+        memory's mode, or carved anew."""
+        memory, inference, new = self._memory, self._memory.is_inference(), list[torch.Tensor]()
         if torch.is_inference_mode_enabled() != inference:
             with torch.inference_mode(inference):
-                return self.new(names, rows, given)
+                return self.new(names, rows, made)
         with BelowViews():
             for name in names:
-                if (tensor := given.get(name)) is not None:
-                    made.append(tensor.narrow(0, 0, rows))
+                if rows is not None and (whole := made.get(name)) is not None:
+                    new.append(whole.narrow(0, 0, rows))
                     continue
                 shape, strides, first, dtype = self.pieces.by_name[name]
                 own = memory if dtype == WORD else memory.view(dtype)
-                made.append(own.as_strided(shape if rows is None else (rows, *shape[1:]), strides, first))
-        return made
+                new.append(own.as_strided(shape if rows is None else (rows, *shape[1:]), strides, first))
+        return new

@@ -18,7 +18,8 @@ from cute_ep.api.buffers import APART, BUFFERS, DispatchBuffers, tensors_of
 from cute_ep.api.carving import Carving, Pieces
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
-from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.api.row_tensors import payload_dtype
+from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES
 from cute_ep.runtime.arguments import WRITTEN, address, output_record
 from cute_ep.runtime.connection import connect_local
 from tests.reference.ranks import at_once
@@ -161,3 +162,13 @@ def test_only_buffers_as_they_were_made_pass_unchecked(make: Callable[..., Dispa
     good.tokens.requires_grad_()
     with pytest.raises(EPInputError, match=r"out\.tokens\.requires_grad"):
         ranks[0].dispatch(*given, out=good)
+
+
+def test_what_tells_how_many_rows_there_are_is_of_no_mode_and_no_payload() -> None:
+    """Whoever asks first."""
+    carving._only_rows.cache_clear()
+    with torch.inference_mode():
+        first = DispatchBuffers.carve(CFG, "cpu", 7).without_rows().tokens
+    assert first.shape == (7,) and not first.is_inference() and first.untyped_storage().nbytes() == 1
+    assert DispatchBuffers.carve(CFG, "cpu", 7).without_rows().tokens is first
+    assert first.dtype not in {payload_dtype(fmt) for fmt in FORMATS.values()}

@@ -13,6 +13,8 @@ import torch
 from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError, EPInputError, EPTimeout
+from cute_ep.api.types import FormatName
+from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.launcher import missing
@@ -214,6 +216,13 @@ def test_carved_buffers_are_refused_in_the_words_of_python(make_rank: MakeRank, 
             assert refusal(lambda: rank.dispatch(**wrong)) == found
     with compiled(launches):
         rank.dispatch(**given, out=carved(rank))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_buffers_without_rows_are_no_memory_for_any(make_rank: MakeRank, launches: Launches, fmt: FormatName) -> None:
+    rank = make_rank(replace(CFG, dispatch_format=fmt))
+    with launches.forbidden(), pytest.raises(EPInputError, match=r"out\.tokens"):
+        rank.dispatch(*inputs(), out=carved(rank).without_rows())
 
 
 def test_buffers_that_were_put_together_are_not_taken_for_carved_ones(make_rank: MakeRank, launches: Launches) -> None:
