@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from cute_ep.api.carving import Carving, Pieces, first_rows, only_rows
-from cute_ep.api.config import EPConfig, is_integer
+from cute_ep.api.config import MAX_ROWS, EPConfig, is_integer
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.provenance import Generation, Memory
 from cute_ep.api.row_tensors import payload_columns, payload_dtype, scale_dtype
@@ -228,10 +228,11 @@ def tensors_of(buffers: DispatchBuffers | Dispatched) -> dict[str, torch.Tensor 
 
 def check_capacity(cfg: EPConfig, capacity: int | None) -> int | None:
     """It as a plain integer; EPInputError if it is no number of rows for which there can be buffers."""
-    if capacity is None or (type(capacity) is int and capacity >= 0):  # is soon found
+    most = MAX_ROWS // cfg.id_words
+    if capacity is None or (type(capacity) is int and 0 <= capacity <= most):  # is soon found
         return capacity
-    if not (is_integer(capacity) and capacity >= 0):
-        rule = "an integer that is not negative" if cfg.block_rows is None else _blocks_rule(cfg)
+    if not (is_integer(capacity) and 0 <= capacity <= most):
+        rule = f"an integer in [0, {most}]" if cfg.block_rows is None else _blocks_rule(cfg)
         raise EPInputError(f"capacity = {capacity!r}: must be {rule}")
     return int(capacity)
 

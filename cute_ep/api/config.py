@@ -29,8 +29,8 @@ from cute_ep.layouts.maps.routing import (
 from cute_ep.layouts.maps.scales import ATOM, ATOM_ROWS, scale_block, scale_row_alignment, scale_words
 
 MAX_HIDDEN = 65536
-MAX_BLOCK_ROWS = 1 << 30
-"""Rows of all blocks of a rank, times the scale words, or words of local experts, of a row: kernels count them in 32
+MAX_ROWS = 1 << 30
+"""Rows of a rank, times their `id_words`, of blocks also times the scale words of a row: kernels count them in 32
 bits."""
 LONGEST_S = 3600
 """The most that `EPConfig.timeout_s` may be."""
@@ -199,9 +199,8 @@ class EPConfig:
         names = ", ".join(map(str, allowed))
         if self.block_rows is not None:
             multiple = ATOM_ROWS if self.scales_as == ATOM else 1
-            ids = self.is_rank_major * self.top_k * (1 if self.row_ids == "int32" else 2)
-            words = max(1, scale_words(self.format.scale_bytes(self.hidden)), ids)
-            most = MAX_BLOCK_ROWS // (self.groups * words) // multiple * multiple
+            words = max(scale_words(self.format.scale_bytes(self.hidden)), self.id_words)
+            most = MAX_ROWS // (self.groups * words) // multiple * multiple
             good = is_integer(self.block_rows) and multiple <= self.block_rows <= most
             kind = f"a multiple of {multiple}" if multiple > 1 else "an integer"
             rule = f"None or {kind} in [{multiple}, {most}]"
@@ -227,6 +226,11 @@ class EPConfig:
     def is_rank_major(self) -> bool:
         """Whether `row_order` is "rank_major"."""
         return self.row_order == RANK_MAJOR
+
+    @property
+    def id_words(self) -> int:
+        """Words of the local experts beside a row, and at least one."""
+        return self.top_k * (2 if self.row_ids == "int64" else 1) if self.is_rank_major else 1
 
     @property
     def groups(self) -> int:

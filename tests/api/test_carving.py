@@ -124,9 +124,13 @@ def test_addresses_need_no_tensors(cfg: EPConfig) -> None:
 
 @MAKES
 def test_a_capacity_is_a_whole_number_of_rows(make: Callable[..., DispatchBuffers]) -> None:
-    for capacity in (6.0, -1, True):
-        with pytest.raises(EPInputError, match=rf"capacity = {capacity}: must be an integer"):
+    for capacity in (6.0, -1, True, (1 << 30) // 3 + 1):
+        with pytest.raises(
+            EPInputError, match=rf"capacity = {capacity}: must be an integer in \[0, {(1 << 30) // 3}\]"
+        ):
             make(CFG, "cpu", capacity)
+    with pytest.raises(EPInputError, match=rf"capacity = {1 << 28}: must be an integer in \[0, {(1 << 30) // 6}\]"):
+        make(CONFIGS["rank-major, wide ids"], "cpu", 1 << 28)
     for rows in (numpy.int64(6), 6):
         buffers = make(CFG, "cpu", rows)
         assert buffers.src_info.shape == (6, 2) and {type(one) for one in output_record(CFG, buffers)} == {int}

@@ -79,8 +79,8 @@ def test_combine_takes_no_other_types(
 @pytest.mark.parametrize(
     ("capacity", "rule"),
     [
-        (-1, "capacity = -1: must be an integer that is not negative"),
-        (True, "capacity = True: must be an integer that is not negative"),
+        (-1, r"capacity = -1: must be an integer in \[0, 1073741824\]"),
+        (True, r"capacity = True: must be an integer in \[0, 1073741824\]"),
         (2.5, "capacity = 2.5"),
     ],
 )
