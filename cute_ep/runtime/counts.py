@@ -136,6 +136,7 @@ class Counting:
         out: memory for R rows, those of a rail one after the other.
         table: these as [R, words] int32: `RouteCounts.counts`, in the order of `rows`.
         rows: which row each rank has.
+        told: what kernels tell the host; None: it reads the table.
 
     Raises:
         VariantMissing: a kernel is not in the library.

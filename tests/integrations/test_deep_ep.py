@@ -141,7 +141,8 @@ def test_dispatch_brings_each_token_once_to_a_rank(
         assert plain[3] == local and full[3] == [-(-n // 4) * 4 for n in local] and worst[3] == []
         prefix = torch.tensor([[sum(s <= last for s, _, _ in by) for by in wanted] for last in range(ranks)])
         for one in (plain, full, worst):
-            matrix, _, _, sources, goes, _ = one[4]
+            matrix, _, _, sources, goes, _ = handle = one[4]
+            assert len(handle) == 6 and handle[1:3] == (None, None) and handle[-2] is goes
             assert_bits(matrix, prefix.int(), "rank_prefix_matrix")
             assert sources[:count].tolist() == [t for _, t, _ in places] and len(goes) == TOKENS[ranks][rank]
 

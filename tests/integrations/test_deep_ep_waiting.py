@@ -55,6 +55,15 @@ def test_rows_are_sent_before_the_host_polls(buffer: Buffer, waits: Waits, launc
     assert launches.last().values("rows.data", "rows.capacity") == (rows.data_ptr(), 2 * waits.tokens)
 
 
+def test_prefixes_of_ranks_are_found_in_memory_of_the_rows_too(buffer: Buffer, waits: Waits) -> None:
+    for _ in range(2):  # first in memory of their own
+        *_, handle, _ = dispatching(buffer, 3)()
+        assert handle[0].tolist() == [[3, 0], [6, 0]]
+    waits.tokens = ROOM + 1  # rows are sent again, into other memory
+    *_, handle, _ = dispatching(buffer, 3)()
+    assert handle[0].tolist() == [[ROOM + 1, 0], [2 * ROOM + 2, 0]]
+
+
 def test_what_is_returned_may_be_changed_in_gradients(buffer: Buffer, waits: Waits, launches: Launches) -> None:
     """Whether it is all of its memory or not: torch refuses that of views that were made without gradients."""
     for _ in range(2):

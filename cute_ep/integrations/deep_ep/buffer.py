@@ -15,7 +15,7 @@ from cute_ep.integrations.deep_ep.layout import GivenLayout, Layout, check_layou
 from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
 from cute_ep.integrations.deep_ep.normal import Bias, Handle, NormalMode, Route, rows_and_entries
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K
-from cute_ep.runtime.counts import memory_of_ends
+from cute_ep.runtime.counts import ENDS, memory_of_ends
 
 HANDLE = "what dispatch returned, not a copy of its parts"
 RANKS_PER_NODE = 8
@@ -128,7 +128,7 @@ class Buffer(LowLatency):
     def dispatch(
         self,
         x: Rows,
-        handle: tuple | None = None,
+        handle: Handle | None = None,
         num_tokens_per_rank: torch.Tensor | None = None,
         num_tokens_per_rdma_rank: torch.Tensor | None = None,
         is_token_in_rank: torch.Tensor | None = None,
@@ -197,7 +197,9 @@ class Buffer(LowLatency):
         counting, received, early, whole = mode.counting(routes.words), [], None, (*sent, weights)
         most = None if room else mode.room(whole, route)
         out = None if most is None else most.carve()
-        ends = (None if out is None else out.memory.carving) or memory_of_ends(ranks, device)
+        ends = None if out is None else out.memory.carving
+        if ends is None:
+            ends = memory_of_ends(ranks, device)
         exchange = counting.exchange(routes.sent, experts, ends=ends, told=not room)
         if not room:
             if most is not None and out is not None:
@@ -210,6 +212,9 @@ class Buffer(LowLatency):
             (rows,), ids, weights = route.by_source(buffers, ("tokens",), route.rows), None, None
         else:
             rows, ids, weights = rows_and_entries(buffers, route, topk_idx.shape[1])
+        if out is not None and buffers is not out:  # sent again: what was carved first may go
+            kept, ends = ends, memory_of_ends(ranks, device)
+            ends.tensor(ENDS).copy_(kept.tensor(ENDS))
         made = Handle(route, ends, is_token_in_rank)
         return calls.paired(rows, factors), ids, weights, received, made, calls.finished(async_finish)
 
@@ -235,7 +240,7 @@ class Buffer(LowLatency):
     def combine(
         self,
         x: torch.Tensor,
-        handle: tuple,
+        handle: Handle,
         topk_weights: torch.Tensor | None = None,
         bias: Bias = None,
         config: Config | None = None,

@@ -97,6 +97,12 @@ class Route:
         raw = [one.view(torch.uint8) if one.itemsize == 1 else one for one in tensors]
         return [one.index_select(0, places).view(of.dtype) for one, of in zip(raw, tensors, strict=True)]
 
+    def tokens_of_rows(self) -> torch.Tensor:
+        """[rows] int32, the token index on its source of each row, behind the dispatch."""
+        (info,) = self.by_source(self.sent.batch.buffers, ("src_info",), self.rows)
+        source = info.select(1, 0)
+        return source if self.places is None else source % self.frame  # in frames tokens count nodes
+
     def by_batch(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows by source rank, as the batch has them."""
         return rows if self.places is None else torch.empty_like(rows).index_copy_(0, self.places, rows)
@@ -112,8 +118,8 @@ class Route:
 
 
 class Handle(Sequence[torch.Tensor | None]):
-    """What dispatch returns for later calls: the `route`, and DeepEP's six fields as a sequence. Three are None, and
-    two are made when they are asked for.
+    """What dispatch returns for later calls: the `route`, and DeepEP's six fields as a sequence. Three are None. The
+    first two of the others are views that are made when they are asked for, but over nodes the second.
 
     Attributes:
         rank_prefix_matrix: [R, R] int32; rows that rank d has of sources 0 .. s are element [s, d].
@@ -133,19 +139,17 @@ class Handle(Sequence[torch.Tensor | None]):
 
     def __init__(self, route: Route, ends: Carving, is_token_in_rank: torch.Tensor) -> None:
         self.route, self._ends, self.is_token_in_rank = route, ends, is_token_in_rank
+        self._tokens = None if route.places is None else route.tokens_of_rows()  # operations that a graph captures
 
-    @cached_property
+    @property
     def rank_prefix_matrix(self) -> torch.Tensor:
         """See above."""
         return self._ends.tensor(ENDS)
 
-    @cached_property
+    @property
     def recv_src_idx(self) -> torch.Tensor:
         """See above."""
-        route = self.route
-        (info,) = route.by_source(route.sent.batch.buffers, ("src_info",), route.rows)
-        source = info.select(1, 0)
-        return source if route.places is None else source % route.frame  # in frames tokens count nodes
+        return self.route.tokens_of_rows() if self._tokens is None else self._tokens
 
     def __len__(self) -> int:
         return len(self.FIELDS)
