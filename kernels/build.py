@@ -20,6 +20,7 @@ from cute_ep.kernels.dispatch.kernel import Dispatch
 from cute_ep.kernels.hooks import HookFunctions
 from cute_ep.kernels.local.copy import Copy
 from cute_ep.kernels.local.count_routes import CountRoutes
+from cute_ep.kernels.local.label_rows import LabelRows
 from cute_ep.kernels.local.sum_rows import SumRows
 from cute_ep.kernels.local.swiglu import Rows
 from cute_ep.kernels.local.tell_counts import TellCounts
@@ -38,6 +39,7 @@ from cute_ep.layouts.maps.variants import (
     COPY_KERNEL,
     COUNT_KERNEL,
     DISPATCH_KERNELS,
+    LABEL_KERNEL,
     PIPED_KERNELS,
     QUANTIZE_KERNEL,
     RANK_MAJOR_SUFFIX,
@@ -82,12 +84,14 @@ def resolve(name: str | None) -> Callable | None:
 
 
 MailKernel: TypeAlias = PackFrame | AwaitMail | UnpackFrames | PackSums | SumNodes | PutMail | SignalMail
-KernelObject: TypeAlias = Dispatch | Combine | Rows | Copy | CountRoutes | TellCounts | SumRows | MailKernel
+LocalKernel: TypeAlias = Rows | Copy | CountRoutes | TellCounts | LabelRows | SumRows
+KernelObject: TypeAlias = Dispatch | Combine | LocalKernel | MailKernel
 
 OTHERS: dict[str, Callable[[], KernelObject]] = {
     COPY_KERNEL: Copy,
     COUNT_KERNEL: CountRoutes,
     TELL_KERNEL: TellCounts,
+    LABEL_KERNEL: LabelRows,
     SUM_KERNEL: SumRows,
     "pack_frame": PackFrame,
     "await_frames": partial(AwaitMail, Phase.FRAME),

@@ -113,6 +113,27 @@ class TellArgs(NamedTuple):
     epoch: Word
 
 
+class LabelArgs(NamedTuple):
+    """Parameters of label_rows, of a batch with so many groups.
+
+    Attributes:
+        row_offsets, row_counts: int32, of the batch.
+        experts: [rows] int32, or int64 if `wide` is 1: first + the row's group, `elsewhere` where no token has the row.
+        ones: [rows] float32; 0: none.
+        first, elsewhere: not negative.
+    """
+
+    row_offsets: Address
+    row_counts: Address
+    experts: Address
+    ones: Address
+    rows: Size
+    groups: Size
+    first: Size
+    elsewhere: Size
+    wide: Size
+
+
 class SumArgs(NamedTuple):
     """Parameters of sum_rows, of a batch with R sources of at most T tokens with top_k entries each.
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Annotated, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from cute_ep.layouts.maps.arguments import CombineArgs, DispatchArgs
-from cute_ep.layouts.maps.local_arguments import CopyArgs, CountArgs, RowsArgs, SumArgs, TellArgs
+from cute_ep.layouts.maps.local_arguments import CopyArgs, CountArgs, LabelArgs, RowsArgs, SumArgs, TellArgs
 from cute_ep.layouts.maps.mail_arguments import (
     AwaitMailArgs,
     PackFrameArgs,
@@ -23,6 +23,7 @@ from cute_ep.layouts.maps.variants import (
     COUNT_KERNEL,
     DISPATCH_KERNELS,
     GATE_KERNELS,
+    LABEL_KERNEL,
     PIPED_KERNELS,
     QUANTIZE_KERNEL,
     SUM_KERNEL,
@@ -32,7 +33,8 @@ from cute_ep.layouts.maps.variants import (
 MailArguments: TypeAlias = (
     PackFrameArgs | PackSumsArgs | AwaitMailArgs | PutMailArgs | SignalMailArgs | UnpackFramesArgs | SumNodesArgs
 )
-Arguments: TypeAlias = DispatchArgs | CombineArgs | CountArgs | TellArgs | SumArgs | CopyArgs | RowsArgs | MailArguments
+LocalArguments: TypeAlias = CountArgs | TellArgs | LabelArgs | SumArgs | CopyArgs | RowsArgs
+Arguments: TypeAlias = DispatchArgs | CombineArgs | LocalArguments | MailArguments
 Fields: TypeAlias = "tuple[int | Fields, ...]"
 """A record of numbers and of records."""
 Record = TypeVar("Record", bound=Fields)
@@ -41,6 +43,7 @@ RECORDS: dict[str, type[Arguments]] = {
     **dict.fromkeys((*COMBINE_KERNELS, *PIPED_KERNELS), CombineArgs),
     COUNT_KERNEL: CountArgs,
     TELL_KERNEL: TellArgs,
+    LABEL_KERNEL: LabelArgs,
     SUM_KERNEL: SumArgs,
     COPY_KERNEL: CopyArgs,
     **dict.fromkeys((QUANTIZE_KERNEL, *GATE_KERNELS), RowsArgs),

@@ -20,6 +20,7 @@ from cute_ep.layouts.maps.variants import (
     COUNT_KERNEL,
     DISPATCH_KERNELS,
     GATE_KERNELS,
+    LABEL_KERNEL,
     LOCAL_KERNELS,
     MAIL_KERNELS,
     PIPED_KERNELS,
@@ -88,7 +89,7 @@ def test_no_spills(library: dict[Variant, LibraryEntry], sass: Sass, variant: Va
 
 @ALL
 def test_payload_moves_16_bytes_at_a_time(sass: Sass, variant: Variant) -> None:
-    if variant.kernel in (COUNT_KERNEL, TELL_KERNEL, *WITHOUT_PAYLOAD):
+    if variant.kernel in (COUNT_KERNEL, TELL_KERNEL, LABEL_KERNEL, *WITHOUT_PAYLOAD):
         pytest.skip("moves no payload")
     load = r"\b(LDG\.E(\.EF)?|LDGSTS\.E\.BYPASS)\.128\b"
     if variant.kernel in PIPED_KERNELS:

@@ -34,7 +34,3 @@ class Constant:
 
 ONES = Constant(lambda rows, device: torch.ones(rows, dtype=torch.float32, device=device))
 """[rows] float32."""
-ONES_COLUMN = Constant(lambda rows, device: torch.ones((rows, 1), dtype=torch.float32, device=device))
-"""[rows, 1] float32."""
-NUMBERS_COLUMN = Constant(lambda rows, device: torch.arange(rows, dtype=torch.int32, device=device)[:, None])
-"""[rows, 1] int32, each row's number."""

@@ -14,7 +14,6 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPInputError
 from cute_ep.integrations.common.checks import as_rows, named_config
-from cute_ep.integrations.common.constants import NUMBERS_COLUMN, ONES_COLUMN
 from cute_ep.integrations.common.early import early_room, host_tensor
 from cute_ep.integrations.common.pools import OwnSizes
 from cute_ep.integrations.vllm.layer import CuteEPLayer, PrepareInput, Sending, quantize
@@ -22,6 +21,7 @@ from cute_ep.integrations.vllm.manager import DEFAULTS, CuteEPAll2AllManager, Op
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import max_rows
 from cute_ep.runtime.counts import ReceiveCounts
+from cute_ep.runtime.labels import label_rows
 
 
 class CuteEPStandard(CuteEPLayer):
@@ -80,9 +80,8 @@ class CuteEPStandard(CuteEPLayer):
             if counts is not None:
                 found = counts()
                 come, counted = found.rows(self._cfg.alignment), host_tensor(found.entries, torch.int32)
-            kind, numbered = given.topk_ids.dtype, self._row_ids if counted is None else self._ids_of_all
-            numbers = numbered(batch, come, kind)
-            rows, factors = batch.tokens[:come], None if batch.scales is None else batch.scales[:come]
+            rows = batch.buffers.first("tokens", come)
+            factors = None if batch.scales is None else batch.buffers.first("scales", come)
             if come and not as_it_is:
                 if counted is None:  # what is behind the last row must not take part in a scale factor of all rows
                     place = torch.arange(come, device=batch.num_rows.device)
@@ -90,10 +89,9 @@ class CuteEPStandard(CuteEPLayer):
                 nvfp4 = quant.quant_dtype == "nvfp4"
                 rows, factors = quantize(rows, quant, quant.a1_gscale if nvfp4 else quant.a1_scale)
             meta = mk.ExpertTokensMetadata(expert_num_tokens=batch.row_counts, expert_num_tokens_cpu=counted)
-            if counted is None:
-                ones = torch.ones(numbers.shape, dtype=torch.float32, device=numbers.device)
-            else:
-                ones = ONES_COLUMN.first(come, numbers.device)
+            own, kind = self._own_experts, given.topk_ids.dtype
+            elsewhere = 0 if own.start else self._cfg.num_experts - 1  # vLLM's experts skip it, unlike -1
+            numbers, ones = label_rows(batch, come, own, elsewhere, dtype=kind, ones=True)
             return rows, factors, meta, numbers, ones
 
         return (rows, ids, weights), scales, out, result
@@ -132,23 +130,8 @@ class CuteEPStandard(CuteEPLayer):
         self._called.add(number)
         return workspace.is_workspace_manager_initialized() and not workspace.current_workspace_manager().is_locked()
 
-    def _row_ids(self, batch: Dispatched, rows: int, dtype: torch.dtype) -> Tensor:
-        """[rows, 1] each row's expert; one of another rank, which vLLM's experts skip unlike -1, where is no token."""
-        cfg, rank = self._cfg, self._manager.rank
-        first, elsewhere = rank * cfg.local_experts, 0 if rank else cfg.num_experts - 1
-        row = torch.arange(rows, dtype=torch.int32, device=batch.row_offsets.device)
-        local = torch.searchsorted(batch.row_offsets[1:], row, right=True).clamp(max=cfg.local_experts - 1)
-        inside = row - batch.row_offsets[local] < batch.row_counts[local]
-        return torch.where(inside, local + first, elsewhere).to(dtype)[:, None]
-
-    def _ids_of_all(self, batch: Dispatched, rows: int, dtype: torch.dtype) -> Tensor:
-        """`_row_ids` of all rows that have come, padding included."""
-        cfg, rank, offsets = self._cfg, self._manager.rank, batch.row_offsets
-        first, elsewhere = rank * cfg.local_experts, 0 if rank else cfg.num_experts - 1
-        row, narrow = NUMBERS_COLUMN.first(rows, offsets.device), dtype == torch.int32
-        ids = torch.searchsorted(offsets[1:], row, right=True, out_int32=narrow)
-        if first:
-            ids += first
-        if cfg.alignment > 1:
-            ids.masked_fill_(batch.buffers.first("src_info", rows)[:, :1] < 0, elsewhere)
-        return ids
+    @property
+    def _own_experts(self) -> range:
+        """Those of this rank."""
+        local = self._cfg.local_experts
+        return range(self._manager.rank * local, (self._manager.rank + 1) * local)

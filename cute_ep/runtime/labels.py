@@ -1,0 +1,73 @@
+"""Which expert each row of a batch is of, for experts that are told it row by row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cute_ep import reference
+from cute_ep.api.dispatched import Dispatched
+from cute_ep.layouts.maps.launch import THREADS
+from cute_ep.layouts.maps.local_arguments import LabelArgs
+from cute_ep.layouts.maps.variants import LABEL_KERNEL
+from cute_ep.runtime.driver import launch_on, resident_ctas
+from cute_ep.runtime.local_kernels import local_kernel
+
+
+class Labels(NamedTuple):
+    """[rows, 1] numbers of experts, and [rows, 1] float32 ones, if these were asked for."""
+
+    experts: torch.Tensor
+    ones: torch.Tensor | None
+
+
+def label_rows(
+    batch: Dispatched,
+    rows: int,
+    groups: range,
+    elsewhere: int,
+    *,
+    dtype: torch.dtype = torch.int32,
+    ones: bool = False,
+    library: str | None = None,
+) -> Labels:
+    """The expert of each of a batch's first rows, on the current stream; one kernel, and the host waits for nothing.
+
+    Args:
+        batch: what dispatch returned, in expert-major order.
+        rows: as many as the batch has room for, or fewer.
+        groups: the numbers of the batch's groups, one after the other.
+        elsewhere: the number of rows that no token has: padding, and those behind the last.
+        dtype: int32 or int64, of the numbers, none of which is negative.
+        ones: whether ones are wanted, too.
+        library: folder of compiled kernels to look in first; None: that of the last connection on this device.
+
+    Raises:
+        VariantMissing: the kernel is not in the library.
+    """
+    device = batch.buffers.tokens.device
+    made = Labels(
+        torch.empty((rows, 1), dtype=dtype, device=device),
+        torch.empty((rows, 1), dtype=torch.float32, device=device) if ones else None,
+    )
+    if not _has_kernel(device):
+        reference.label_rows(batch.row_offsets, batch.row_counts, groups, elsewhere, *made)
+    elif rows:
+        arguments = LabelArgs(
+            **batch.buffers.addresses(("row_offsets", "row_counts")),
+            experts=made.experts.data_ptr(),
+            ones=0 if made.ones is None else made.ones.data_ptr(),
+            rows=rows,
+            groups=len(groups),
+            first=groups.start,
+            elsewhere=elsewhere,
+            wide=int(dtype == torch.int64),
+        )
+        ctas = min(-(-rows // THREADS), resident_ctas(device.index))
+        launch_on(device.index, local_kernel(device.index, LABEL_KERNEL, None, library), ctas, arguments)
+    return made
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda"

@@ -1,0 +1,46 @@
+"""Experts of rows by the kernel, those of the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_ep.runtime.labels import label_rows
+from cute_ep.testing.compare import assert_bits
+from tests.runtime.test_labels import COUNTS, EACH, ELSEWHERE, batch_of
+
+from .conftest import LIBRARY
+
+
+@EACH
+@pytest.mark.parametrize("alignment", [1, 8])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_the_kernel_labels_as_the_cpu(counts: list[int], alignment: int, dtype: torch.dtype) -> None:
+    """Of as many rows as there is room for, of fewer and of none, where rows are lost, and of more than all threads of
+    a GPU take at once; in memory that held something else."""
+    for room, lost in ((0, False), (5, False), (5, True), (1 << 18, False)):
+        groups = range(8, 8 + len(counts))
+        own, other = (batch_of(counts, alignment, room, device, lost=lost) for device in ("cuda", "cpu"))
+        most = len(other.tokens)
+        for rows in {0, min(1, most), most // 2, most}:
+            torch.full((rows, 1), -7, dtype=dtype, device="cuda")
+            got = label_rows(own, rows, groups, ELSEWHERE, dtype=dtype, ones=True, library=str(LIBRARY))
+            want = label_rows(other, rows, groups, ELSEWHERE, dtype=dtype, ones=True)
+            assert got.ones is not None and want.ones is not None
+            assert_bits(got.experts.cpu(), want.experts, f"{rows} rows")
+            assert_bits(got.ones.cpu(), want.ones, f"{rows} ones")
+
+
+def test_labels_in_a_graph_are_of_the_batch_of_each_replay() -> None:
+    batch = batch_of(COUNTS["many"], 1, 9, "cuda")
+    label_rows(batch, 9, range(257), ELSEWHERE, library=str(LIBRARY))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = label_rows(batch, 9, range(257), ELSEWHERE, library=str(LIBRARY))
+    for count in (2, 9):
+        batch.row_offsets.fill_(count)
+        batch.row_offsets[:1] = 0
+        batch.row_counts.fill_(0)
+        batch.row_counts[:1] = count
+        graph.replay()
+        assert got.experts.flatten().tolist() == [0] * count + [ELSEWHERE] * (9 - count)
