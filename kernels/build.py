@@ -21,6 +21,7 @@ from cute_ep.kernels.hooks import HookFunctions
 from cute_ep.kernels.local.copy import Copy
 from cute_ep.kernels.local.count_routes import CountRoutes
 from cute_ep.kernels.local.label_rows import LabelRows
+from cute_ep.kernels.local.mark_entries import MarkEntries
 from cute_ep.kernels.local.sum_rows import SumRows
 from cute_ep.kernels.local.swiglu import Rows
 from cute_ep.kernels.local.tell_counts import TellCounts
@@ -40,6 +41,7 @@ from cute_ep.layouts.maps.variants import (
     COUNT_KERNEL,
     DISPATCH_KERNELS,
     LABEL_KERNEL,
+    MARK_KERNEL,
     PIPED_KERNELS,
     QUANTIZE_KERNEL,
     RANK_MAJOR_SUFFIX,
@@ -84,7 +86,7 @@ def resolve(name: str | None) -> Callable | None:
 
 
 MailKernel: TypeAlias = PackFrame | AwaitMail | UnpackFrames | PackSums | SumNodes | PutMail | SignalMail
-LocalKernel: TypeAlias = Rows | Copy | CountRoutes | TellCounts | LabelRows | SumRows
+LocalKernel: TypeAlias = Rows | Copy | CountRoutes | TellCounts | LabelRows | MarkEntries | SumRows
 KernelObject: TypeAlias = Dispatch | Combine | LocalKernel | MailKernel
 
 OTHERS: dict[str, Callable[[], KernelObject]] = {
@@ -92,6 +94,7 @@ OTHERS: dict[str, Callable[[], KernelObject]] = {
     COUNT_KERNEL: CountRoutes,
     TELL_KERNEL: TellCounts,
     LABEL_KERNEL: LabelRows,
+    MARK_KERNEL: MarkEntries,
     SUM_KERNEL: SumRows,
     "pack_frame": PackFrame,
     "await_frames": partial(AwaitMail, Phase.FRAME),

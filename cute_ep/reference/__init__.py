@@ -34,7 +34,7 @@ from cute_ep.reference.formats import (
     quantize,
     round_to,
 )
-from cute_ep.reference.labels import label_rows
+from cute_ep.reference.labels import label_rows, mark_entries
 from cute_ep.reference.routes import count_routes
 from cute_ep.reference.sums import sum_rows
 from cute_ep.reference.swiglu import swiglu, swiglu_bound
@@ -62,6 +62,7 @@ __all__ = [
     "find_wrong_id",
     "identity_error_bound",
     "label_rows",
+    "mark_entries",
     "quantization_bound",
     "quantize",
     "receive",

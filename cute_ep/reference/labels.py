@@ -1,4 +1,4 @@
-"""What `label_rows` (`cute_ep.runtime.labels`) writes where tensors are on the CPU."""
+"""What `label_rows` and `mark_entries` (`cute_ep.runtime.labels`) write where tensors are on the CPU."""
 
 from __future__ import annotations
 
@@ -23,3 +23,18 @@ def label_rows(
     experts.copy_(torch.where(inside, group + groups.start, elsewhere)[:, None])
     if ones is not None:
         ones.fill_(1)
+
+
+@no_modes()
+def mark_entries(
+    local: torch.Tensor,
+    given: torch.Tensor,
+    first: int,
+    elsewhere: int,
+    experts: torch.Tensor,
+    weights: torch.Tensor | None,
+) -> None:
+    """Fill `experts`, and `weights` from those that are `given`, by [rows, K] local experts."""
+    experts.copy_(torch.where(local >= 0, local + first, elsewhere))
+    if weights is not None:
+        weights.copy_(torch.where(local >= 0, given, 0))

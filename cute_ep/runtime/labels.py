@@ -1,4 +1,4 @@
-"""Which expert each row of a batch is of, for experts that are told it row by row."""
+"""Which experts the rows of a batch are of, for experts that are told it row by row."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from cute_ep import reference
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.layouts.maps.launch import THREADS
-from cute_ep.layouts.maps.local_arguments import LabelArgs
-from cute_ep.layouts.maps.variants import LABEL_KERNEL
+from cute_ep.layouts.maps.local_arguments import LabelArgs, MarkArgs
+from cute_ep.layouts.maps.variants import LABEL_KERNEL, MARK_KERNEL
 from cute_ep.runtime.driver import launch_on, resident_ctas
 from cute_ep.runtime.local_kernels import local_kernel
 
@@ -64,9 +64,49 @@ def label_rows(
             elsewhere=elsewhere,
             wide=int(dtype == torch.int64),
         )
-        ctas = min(-(-rows // THREADS), resident_ctas(device.index))
-        launch_on(device.index, local_kernel(device.index, LABEL_KERNEL, None, library), ctas, arguments)
+        _launch(LABEL_KERNEL, device, rows, arguments, library)
     return made
+
+
+def mark_entries(
+    batch: Dispatched, first: int, elsewhere: int, *, weights: bool = False, library: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The experts of all rank-major rows by their numbers in the whole model, as `label_rows` makes those of others.
+
+    Args:
+        batch: what dispatch returned, in rank-major order, with int32 `row_expert_ids`.
+        first: the number of this rank's first expert.
+        elsewhere: the number in entries that are not of this rank, and in rows that no token has; may be negative.
+        weights: whether `row_weights` are wanted, too, with 0 there.
+
+    Returns:
+        [capacity, K] int32 numbers; float32 weights, None unless these are wanted.
+    """
+    tokens, device = batch.buffers.tokens, batch.buffers.tokens.device
+    shape = tokens.shape[0], batch.topk_ids.shape[1]
+    experts = torch.empty(shape, dtype=torch.int32, device=device)
+    given = torch.empty(shape, dtype=torch.float32, device=device) if weights else None
+    if not _has_kernel(device):
+        found = batch.row_expert_ids
+        assert found is not None
+        reference.mark_entries(found, batch.row_weights, first, elsewhere, experts, given)
+    elif experts.numel():
+        arguments = MarkArgs(
+            **batch.buffers.addresses(("row_expert_ids", "row_weights")),
+            experts=experts.data_ptr(),
+            weights=0 if given is None else given.data_ptr(),
+            entries=experts.numel(),
+            first=first,
+            elsewhere=elsewhere,
+        )
+        _launch(MARK_KERNEL, device, experts.numel(), arguments, library)
+    return experts, given
+
+
+def _launch(name: str, device: torch.device, threads: int, given: LabelArgs | MarkArgs, library: str | None) -> None:
+    """With so many threads, as far as CTAs fit the device together."""
+    ctas = min(-(-threads // THREADS), resident_ctas(device.index))
+    launch_on(device.index, local_kernel(device.index, name, None, library), ctas, given)
 
 
 def _has_kernel(device: torch.device) -> bool:

@@ -134,6 +134,26 @@ class LabelArgs(NamedTuple):
     wide: Size
 
 
+class MarkArgs(NamedTuple):
+    """Parameters of mark_entries, of a batch with so many entries of rank-major rows.
+
+    Attributes:
+        row_expert_ids: [entries] int32, of the batch.
+        row_weights: [entries] float32, of the batch.
+        experts: [entries] int32: first + the local expert, `elsewhere` where the entry is not of this rank.
+        weights: [entries] float32, 0 there; 0: none.
+        elsewhere: may be negative.
+    """
+
+    row_expert_ids: Address
+    row_weights: Address
+    experts: Address
+    weights: Address
+    entries: Size
+    first: Size
+    elsewhere: Size
+
+
 class SumArgs(NamedTuple):
     """Parameters of sum_rows, of a batch with R sources of at most T tokens with top_k entries each.
 

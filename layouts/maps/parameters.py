@@ -7,7 +7,15 @@ from functools import cache
 from typing import Annotated, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from cute_ep.layouts.maps.arguments import CombineArgs, DispatchArgs
-from cute_ep.layouts.maps.local_arguments import CopyArgs, CountArgs, LabelArgs, RowsArgs, SumArgs, TellArgs
+from cute_ep.layouts.maps.local_arguments import (
+    CopyArgs,
+    CountArgs,
+    LabelArgs,
+    MarkArgs,
+    RowsArgs,
+    SumArgs,
+    TellArgs,
+)
 from cute_ep.layouts.maps.mail_arguments import (
     AwaitMailArgs,
     PackFrameArgs,
@@ -24,6 +32,7 @@ from cute_ep.layouts.maps.variants import (
     DISPATCH_KERNELS,
     GATE_KERNELS,
     LABEL_KERNEL,
+    MARK_KERNEL,
     PIPED_KERNELS,
     QUANTIZE_KERNEL,
     SUM_KERNEL,
@@ -33,7 +42,7 @@ from cute_ep.layouts.maps.variants import (
 MailArguments: TypeAlias = (
     PackFrameArgs | PackSumsArgs | AwaitMailArgs | PutMailArgs | SignalMailArgs | UnpackFramesArgs | SumNodesArgs
 )
-LocalArguments: TypeAlias = CountArgs | TellArgs | LabelArgs | SumArgs | CopyArgs | RowsArgs
+LocalArguments: TypeAlias = CountArgs | TellArgs | LabelArgs | MarkArgs | SumArgs | CopyArgs | RowsArgs
 Arguments: TypeAlias = DispatchArgs | CombineArgs | LocalArguments | MailArguments
 Fields: TypeAlias = "tuple[int | Fields, ...]"
 """A record of numbers and of records."""
@@ -44,6 +53,7 @@ RECORDS: dict[str, type[Arguments]] = {
     COUNT_KERNEL: CountArgs,
     TELL_KERNEL: TellArgs,
     LABEL_KERNEL: LabelArgs,
+    MARK_KERNEL: MarkArgs,
     SUM_KERNEL: SumArgs,
     COPY_KERNEL: CopyArgs,
     **dict.fromkeys((QUANTIZE_KERNEL, *GATE_KERNELS), RowsArgs),

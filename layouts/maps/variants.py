@@ -48,10 +48,21 @@ TELL_KERNEL = "tell_counts"
 """What a rank receives, by the counts of all ranks, for the host too."""
 LABEL_KERNEL = "label_rows"
 """The expert of each row."""
+MARK_KERNEL = "mark_entries"
+"""The experts of rank-major rows, by their numbers in the whole model."""
 SUM_KERNEL = "sum_rows"
 """Adds a token's rows on a rank."""
 COPY_KERNEL = "copy"
-LOCAL_KERNELS = (QUANTIZE_KERNEL, *GATE_KERNELS, COUNT_KERNEL, TELL_KERNEL, LABEL_KERNEL, SUM_KERNEL, COPY_KERNEL)
+LOCAL_KERNELS = (
+    QUANTIZE_KERNEL,
+    *GATE_KERNELS,
+    COUNT_KERNEL,
+    TELL_KERNEL,
+    LABEL_KERNEL,
+    MARK_KERNEL,
+    SUM_KERNEL,
+    COPY_KERNEL,
+)
 """Kernels of one GPU, which know of no rank."""
 MAIL_KERNELS = (
     "pack_frame",

@@ -23,6 +23,7 @@ from cute_ep.layouts.maps.variants import (
     LABEL_KERNEL,
     LOCAL_KERNELS,
     MAIL_KERNELS,
+    MARK_KERNEL,
     PIPED_KERNELS,
     QUANTIZE_KERNEL,
     RANK_MAJOR_SUFFIX,
@@ -89,7 +90,7 @@ def test_no_spills(library: dict[Variant, LibraryEntry], sass: Sass, variant: Va
 
 @ALL
 def test_payload_moves_16_bytes_at_a_time(sass: Sass, variant: Variant) -> None:
-    if variant.kernel in (COUNT_KERNEL, TELL_KERNEL, LABEL_KERNEL, *WITHOUT_PAYLOAD):
+    if variant.kernel in (COUNT_KERNEL, TELL_KERNEL, LABEL_KERNEL, MARK_KERNEL, *WITHOUT_PAYLOAD):
         pytest.skip("moves no payload")
     load = r"\b(LDG\.E(\.EF)?|LDGSTS\.E\.BYPASS)\.128\b"
     if variant.kernel in PIPED_KERNELS:

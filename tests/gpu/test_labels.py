@@ -1,13 +1,13 @@
-"""Experts of rows by the kernel, those of the CPU."""
+"""Experts of rows and entries by kernels, those of the CPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from cute_ep.runtime.labels import label_rows
+from cute_ep.runtime.labels import label_rows, mark_entries
 from cute_ep.testing.compare import assert_bits
-from tests.runtime.test_labels import COUNTS, EACH, ELSEWHERE, batch_of
+from tests.runtime.test_labels import COUNTS, EACH, ELSEWHERE, batch_of, rank_major
 
 from .conftest import LIBRARY
 
@@ -44,3 +44,16 @@ def test_labels_in_a_graph_are_of_the_batch_of_each_replay() -> None:
         batch.row_counts[:1] = count
         graph.replay()
         assert got.experts.flatten().tolist() == [0] * count + [ELSEWHERE] * (9 - count)
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["", "weights"])
+def test_the_kernel_marks_as_the_cpu(weights: bool) -> None:
+    for elsewhere in (-1, 0, 5000):
+        got, want = (
+            mark_entries(rank_major(place), 30, elsewhere, weights=weights, library=str(LIBRARY))
+            for place in ("cuda", "cpu")
+        )
+        assert_bits(got[0].cpu(), want[0], "experts")
+        assert (got[1] is None) == (want[1] is None)
+        if got[1] is not None and want[1] is not None:
+            assert_bits(got[1].cpu(), want[1], "weights")

@@ -1,4 +1,4 @@
-"""How a row's expert is found and stored: device code, run on the CPU."""
+"""How experts of rows and entries are found and stored: device code, run on the CPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ pytest.importorskip("cutlass")
 from cutlass import Int32, Int64
 
 from cute_ep.kernels.local.label_rows import LabelRows
-from cute_ep.layouts.maps.local_arguments import LabelArgs
+from cute_ep.kernels.local.mark_entries import MarkEntries
+from cute_ep.layouts.maps.local_arguments import LabelArgs, MarkArgs
 from tests.runtime.test_labels import EACH, ELSEWHERE, batch_of, wanted
 
 from .host import run_map
+
+
+def typed(given: LabelArgs | MarkArgs) -> SimpleNamespace:
+    """As kernels have them: four addresses, and then sizes."""
+    return SimpleNamespace(**{name: (Int64 if at < 4 else Int32)(given[at]) for at, name in enumerate(given._fields)})
 
 
 @EACH
@@ -40,10 +46,28 @@ def test_rows_have_the_experts_of_their_groups(
         )
 
         def label(row, given=given):
-            typed = {name: (Int64 if place < 4 else Int32)(given[place]) for place, name in enumerate(given._fields)}
-            LabelRows()._label(SimpleNamespace(**typed), row)
+            LabelRows()._label(typed(given), row)
             return (row,)
 
         run_map(label, np.arange(rows, dtype=np.int32), outputs=1)
         assert experts.tolist() == [*wanted(batch, rows, groups), -7]
         assert weights.tolist() == [1.0 if ones else -7.0] * rows + [-7.0]
+
+
+@pytest.mark.parametrize("elsewhere", [-1, 0, 5000])
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weights"])
+def test_entries_of_a_rank_have_numbers_of_the_model(elsewhere: int, weighted: bool) -> None:
+    """Of all entries but the last, whose elements stay as they are. Where no token is weights may be anything."""
+    local = torch.tensor([[3, -1], [-1, 0], [-1, -1], [7, 7]], dtype=torch.int32)
+    given = torch.where(local >= 0, local + 0.5, torch.nan)
+    experts, weights = torch.full((4, 2), -7, dtype=torch.int32), torch.full((4, 2), -7.0)
+    tensors = local, given, experts
+    args = MarkArgs(*(one.data_ptr() for one in tensors), weights.data_ptr() if weighted else 0, 7, 16, elsewhere)
+
+    def mark(entry):
+        MarkEntries()._mark(typed(args), entry)
+        return (entry,)
+
+    run_map(mark, np.arange(7, dtype=np.int32), outputs=1)
+    assert experts.flatten().tolist() == [19, elsewhere, elsewhere, 16, elsewhere, elsewhere, 23, -7]
+    assert weights.flatten().tolist() == ([3.5, 0, 0, 0.5, 0, 0, 7.5, -7] if weighted else [-7.0] * 8)

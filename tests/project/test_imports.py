@@ -83,7 +83,7 @@ CONTRACT: dict[str, set[str]] = {
     "runtime.counts": {"ENDS", "CountExchange", "Counting", "ReceiveCounts", "memory_of_ends", "with_ends"},
     "runtime.gpus": {"check_gpu", "sm_budget", "sms_beside_nccl"},
     "runtime.group_pool": {"GroupPool", "Pools", "own_device"},
-    "runtime.labels": {"label_rows"},
+    "runtime.labels": {"label_rows", "mark_entries"},
     "runtime.local_pool": {"CALLING", "LocalPool"},
     "runtime.pool": {"Hold", "Opening"},
     "runtime.routes": {"RouteCounts", "count_routes"},

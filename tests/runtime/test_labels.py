@@ -1,4 +1,4 @@
-"""Which expert each row of a batch is of: on the CPU, as rows say that are looked at one by one."""
+"""Which experts rows and entries of a batch are of: on the CPU, as is seen by looking at one after the other."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.layouts.maps.local_arguments import LabelArgs
+from cute_ep.layouts.maps.local_arguments import LabelArgs, MarkArgs
 from cute_ep.runtime import labels
-from cute_ep.runtime.labels import label_rows
+from cute_ep.runtime.labels import label_rows, mark_entries
 
 COUNTS = {
     "one": [3],
@@ -64,16 +64,46 @@ def test_where_rows_are_lost_none_has_an_expert() -> None:
     assert (label_rows(batch, 9, range(7), ELSEWHERE).experts == ELSEWHERE).all()
 
 
-def test_a_kernel_is_told_where_to_read_and_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread for each row, as far as CTAs go. Of no rows nothing is launched, and no tensor is made to be read."""
-    launched: list[tuple[str, int, LabelArgs]] = []
+RANK_MAJOR = EPConfig(128, 6, 3, 4, 2, row_order="rank_major", row_alignment=1)
+
+
+def rank_major(device: str = "cpu") -> Dispatched:
+    """Rows of two sources, the last of no token, whose weights are NaN."""
+    buffers = DispatchBuffers.carve(RANK_MAJOR, device)
+    local = torch.randint(-2, 3, buffers.row_expert_ids.shape, generator=torch.Generator().manual_seed(1))
+    local[-1] = -1
+    buffers.row_expert_ids.copy_(local)
+    buffers.row_weights.copy_(torch.where(local >= 0, local + 0.5, torch.nan))
+    return Dispatched(buffers, 0, torch.zeros((4, 3), dtype=torch.int32, device=device), None, 0, weighted=True)
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["", "weights"])
+def test_entries_of_a_rank_have_numbers_of_the_model(weights: bool) -> None:
+    batch = rank_major()
+    experts, found = mark_entries(batch, 30, -5, weights=weights)
+    local = batch.row_expert_ids.flatten().tolist()
+    assert experts.dtype == torch.int32 and experts.shape == (8, 3)
+    assert experts.flatten().tolist() == [30 + one if one >= 0 else -5 for one in local]
+    assert (found is None) != weights
+    assert found is None or found.flatten().tolist() == [one + 0.5 if one >= 0 else 0 for one in local]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Kernels, CTAs and arguments of what is launched on a GPU with room for three CTAs."""
+    found: list[tuple] = []
     for name, fake in {
         "_has_kernel": lambda device: True,
         "local_kernel": lambda device, name, fmt, library: name,
         "resident_ctas": lambda device: 3,
-        "launch_on": lambda device, kernel, grid, given: launched.append((kernel, grid, given)),
+        "launch_on": lambda device, kernel, grid, given: found.append((kernel, grid, given)),
     }.items():
         monkeypatch.setattr(labels, name, fake)
+    return found
+
+
+def test_a_kernel_is_told_where_to_read_and_write(launched: list[tuple]) -> None:
+    """A thread for each row, as far as CTAs go. Of no rows nothing is launched, and no tensor is made to be read."""
     buffers = DispatchBuffers.carve(EPConfig(128, 4, 1, 4096, 1), "cpu", 4096)
     batch = Dispatched(buffers, 0, torch.zeros((1, 1), dtype=torch.int32), None, 0, weighted=False)
     label_rows(batch, 0, range(4, 8), 0)
@@ -85,3 +115,12 @@ def test_a_kernel_is_told_where_to_read_and_write(monkeypatch: pytest.MonkeyPatc
         args = LabelArgs(*read, made.experts.data_ptr(), ones, rows, 4, 4, 1, int(wide))
         assert launched.pop() == ("label_rows", grid, args) and not launched
     assert not {"row_offsets", "row_counts"} & vars(buffers).keys()
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["", "weights"])
+def test_a_kernel_is_told_which_entries_to_mark(launched: list[tuple], weights: bool) -> None:
+    batch = rank_major()
+    experts, found = mark_entries(batch, 3, -1, weights=weights)
+    read = batch.buffers.addresses(("row_expert_ids", "row_weights")).values()
+    args = MarkArgs(*read, experts.data_ptr(), 0 if found is None else found.data_ptr(), 24, 3, -1)
+    assert launched == [("mark_entries", 1, args)]

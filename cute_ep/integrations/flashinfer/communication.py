@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from flashinfer import moe_ep
 
-from cute_ep import Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
+from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import checks, pools
 from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, demand, named_config, require
 from cute_ep.layouts.maps.routing import RANK_MAJOR
+from cute_ep.runtime.labels import mark_entries
 
 NAME = "cute_ep"
 FORMATS: dict[str | None, FormatName] = {
@@ -197,19 +198,18 @@ class CuteEPCommunication(moe_ep.MoEEpCommunication):
             ids.masked_fill_(ids == invalid, -1)
         weights = None if topk_weights is None else topk_weights.float().contiguous()
         communicator = self._connect(kind)
-        out = communicator.allocate(stride * self.ep_size)
+        out = DispatchBuffers.carve(communicator.cfg, communicator.device, stride * self.ep_size)
         batch = communicator.dispatch(payload, ids, weights, scales=scales, out=out)
-        here = batch.row_expert_ids
-        assert here is not None
         self._round, factors = (communicator, batch.without_rows()), None
         if scale is not None and batch.scales is not None:
             width = scale.shape[1] * scale.itemsize
             factors = batch.scales[:, :width].contiguous().view(scale.dtype)
         first = self.ep_rank * communicator.cfg.local_experts
+        experts, of_entries = mark_entries(batch, first, invalid, weights=weights is not None)
         return moe_ep.MoEEpDispatchResult(
             hidden_states=batch.tokens.view(hidden_states.dtype)[:, : hidden_states.shape[1]].contiguous(),
-            topk_ids=torch.where(here >= 0, here + first, invalid).int(),
-            topk_weights=None if topk_weights is None else torch.where(here >= 0, batch.row_weights, 0),
+            topk_ids=experts,
+            topk_weights=of_entries,
             tokens_per_rank=stride,
             hidden_states_scale=factors,
         )
