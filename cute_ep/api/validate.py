@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cute_ep.api.buffers import DispatchBuffers, buffer_shapes, check_blocks
 from cute_ep.api.calls import DispatchInput
-from cute_ep.api.config import EPConfig, is_integer, is_number
+from cute_ep.api.config import MAX_ROWS, EPConfig, is_integer, is_number
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.provenance import Origin
 from cute_ep.api.row_tensors import ID_TYPES, payload_columns, payload_dtype, payload_types, scale_types
@@ -201,7 +201,9 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
     if as_made and rows.device == device and not rows.requires_grad:
         if torch.is_inference_mode_enabled() or not rows.is_inference():
             return  # they cannot have changed
-    capacity = rows.shape[0]
+    capacity, most = rows.shape[0], MAX_ROWS // cfg.id_words
+    if capacity > most:
+        raise EPInputError(f"out.tokens.shape[0] = {capacity}: must not exceed {most}")
     check_blocks(cfg, "out.tokens.shape[0]", capacity)
     if cfg.block_rows is None and capacity % cfg.alignment:
         raise EPInputError(f"out.tokens.shape[0] = {capacity}: must be a multiple of row_alignment = {cfg.alignment}")

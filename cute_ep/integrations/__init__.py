@@ -9,6 +9,7 @@ cute_ep imports a room. Of the core an adapter may use the public names of `cute
 | modes, formats, numbers of configurations, copies to the host | `api.types`, `.config`, `.rounds`, `.host` |
 | the checks of tensors that raise errors | `api.tensors`, `.row_tensors`, `.validate`, ... |
 | counts: how many rows a routing brings to each rank; memory for them | `runtime.routes`, `.counts`, `api.carving` |
+| which experts the rows of a batch are of | `runtime.labels` |
 | the pool, where communicators are found, opened and closed | `runtime.pool`, `.group_pool`, `.local_pool`, `.gpus` |
 | torch ops with gradients; all ranks of a process at once | `ops`; `distributed`, `adjoints` |
 | what sums and gates compute | `runtime.sums`, `nn.gates` |

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import cute_ep.ops
+from cute_ep.api.buffers import check_capacity
 from cute_ep.api.config import EPConfig, check_config, is_integer
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
@@ -116,9 +117,8 @@ class MoELayer(Connected):
             raise EPConfigError(f"overlap_shared = {overlap_shared!r}: must be True or False")
         if mode not in MODES:
             raise EPConfigError(f"mode = {mode!r}: must be one of {', '.join(MODES)}")
-        if capacity is not None and not (is_integer(capacity) and capacity >= 0):
-            raise EPConfigError(f"capacity = {capacity!r}: must be an integer that is not negative, or None")
         try:
+            check_capacity(cfg, capacity)
             check_input_scale(cfg.format, input_scale)
         except EPInputError as error:
             raise EPConfigError(str(error)) from None

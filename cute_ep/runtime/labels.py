@@ -32,7 +32,8 @@ def label_rows(
     ones: bool = False,
     library: str | None = None,
 ) -> Labels:
-    """The expert of each of a batch's first rows, on the current stream; one kernel, and the host waits for nothing.
+    """The expert of each of a batch's first rows, on the current stream; one kernel, which takes what SMs are free, and
+    the host waits for nothing. Ranks that share a GPU must have that stream wait for their communicator's.
 
     Args:
         batch: what dispatch returned, in expert-major order.

@@ -12,10 +12,12 @@ import torch
 from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.runtime.labels import label_rows, mark_entries
 from cute_ep.runtime.routes import count_routes
 from cute_ep.runtime.sums import sum_rows
 from cute_ep.testing.verify import RoundOptions, check_round
 from cute_ep.testing.workloads import make_inputs
+from tests.runtime.test_labels import batch_of, rank_major
 from tests.runtime.test_sums import CFG, batches, check, random_rows
 
 from .conftest import LIBRARY, connected
@@ -27,6 +29,8 @@ def check_sums_and_counts() -> None:
     rows = random_rows(len(batch.tokens), CFG.hidden, 0)
     check(*sum_rows(rows.cuda(), on_gpu(batch), sms=4, library=str(LIBRARY)), rows, batch)
     count_routes(batch.topk_ids.cuda(), CFG.num_experts, CFG.world_size, library=str(LIBRARY))
+    label_rows(batch_of([3, 0, 5], 4, 2, "cuda"), 14, range(3), 9, ones=True, library=str(LIBRARY))
+    mark_entries(rank_major("cuda"), 3, -1, weights=True, library=str(LIBRARY))
     torch.cuda.synchronize()
 
 

@@ -147,6 +147,22 @@ def test_dispatch_brings_each_token_once_to_a_rank(
             assert sources[:count].tolist() == [t for _, t, _ in places] and len(goes) == TOKENS[ranks][rank]
 
 
+@pytest.mark.parametrize("per_node", [None, 1], ids=["one node", "nodes"])
+def test_a_handle_tells_tokens_of_its_dispatch(monkeypatch: Patch, per_node: int | None) -> None:
+    """On one node as a view, which follows replays of a graph; over nodes by what the graph has captured."""
+    given = inputs(2, "uniform")
+
+    def program(buffer: Buffer) -> tuple[torch.Tensor, torch.Tensor]:
+        own = given[buffer.rank]
+        *_, handle, _ = buffer.dispatch(own.x, **layout_of(buffer, own.topk_ids.long()))
+        before = handle[3].clone()
+        handle.route.sent.batch.buffers.src_info.fill_(-7)
+        return before, handle[3]
+
+    for before, after in on_buffers(monkeypatch, 2, program, ranks_per_node=per_node):
+        assert torch.equal(after, torch.full_like(before, -7) if per_node is None else before)
+
+
 def test_weights_behind_the_last_row_are_zero(monkeypatch: Patch) -> None:
     """Whatever the memory held."""
     given = inputs(2, "masked")

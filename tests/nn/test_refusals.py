@@ -113,7 +113,7 @@ def test_more_rows_than_the_capacity_are_told_by_synchronize(layer: MoELayer, gr
         ({}, {"gate": "gelu"}, "gate = 'gelu': must be one of swiglu, swiglu_clamped, geglu_tanh, relu2, or a"),
         ({}, {"mode": "unweighted"}, "mode = 'unweighted': must be one of partial, exact"),
         ({}, {"overlap_shared": 1}, "overlap_shared = 1: must be True or False"),
-        ({}, {"capacity": -1}, "capacity = -1: must be an integer that is not negative, or None"),
+        ({}, {"capacity": -1}, "capacity = -1: must be an integer in [0, 1073741824]"),
         ({}, {"router": Router(32, 6, 2)}, "router.top_k = 2: must be cfg.top_k = 3"),
         ({}, {"router": Router(16, 6, 3)}, "router.hidden = 16: must be cfg.hidden = 32"),
     ],

@@ -118,8 +118,8 @@ class Route:
 
 
 class Handle(Sequence[torch.Tensor | None]):
-    """What dispatch returns for later calls: the `route`, and DeepEP's six fields as a sequence. Three are None. The
-    first two of the others are views that are made when they are asked for, but over nodes the second.
+    """What dispatch returns for later calls: the `route`, and DeepEP's six fields as a sequence, of which three are
+    None. Views are made when they are read.
 
     Attributes:
         rank_prefix_matrix: [R, R] int32; rows that rank d has of sources 0 .. s are element [s, d].

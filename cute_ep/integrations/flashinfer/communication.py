@@ -136,6 +136,8 @@ class CuteEPCommunication(moe_ep.MoEEpCommunication):
         self._group = group_of(bootstrap.process_group, bootstrap.rank, bootstrap.world_size, given)
         rule = "params.dtype = {}: must be torch.bfloat16 or None, experts return it"
         demand(params.dtype in (None, torch.bfloat16), rule, params.dtype)
+        narrow = -(1 << 31), (1 << 31) - 1
+        checks.integer("params.invalid_expert_id", params.invalid_expert_id, *narrow, error=EPConfigError)
         wanted = getattr(params.dispatch_format, "name", None)
         rule, known = "params.dispatch_format = {}: must be None or one of {}", ", ".join(map(str, FORMATS))
         demand(wanted in FORMATS, rule, wanted, known)
