@@ -152,7 +152,7 @@ def test_parameters_are_those_of_the_kernel(library: dict[Variant, LibraryEntry]
         alone = {name: name for name in MAIL_KERNELS} | dict.fromkeys(GATE_KERNELS, QUANTIZE_KERNEL)
         operation = alone.get(variant.kernel, variant.kernel.split("_")[0])
         taken.setdefault(operation, set()).add(entry.params)
-    assert set(taken) == {"dispatch", "combine", "quantize", "count", "tell", "sum", "copy", *MAIL_KERNELS}
+    assert set(taken) == {*"dispatch combine quantize count tell label mark sum copy".split(), *MAIL_KERNELS}
     assert {operation: len(params) for operation, params in taken.items()} == dict.fromkeys(taken, 1)
 
 
