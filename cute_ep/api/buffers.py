@@ -226,9 +226,14 @@ def tensors_of(buffers: DispatchBuffers | Dispatched) -> dict[str, torch.Tensor 
     return {name: getattr(buffers, name) for name in BUFFERS}
 
 
+def most_capacity(cfg: EPConfig) -> int:
+    """Rows that buffers may have room for."""
+    return MAX_ROWS // cfg.id_words
+
+
 def check_capacity(cfg: EPConfig, capacity: int | None) -> int | None:
     """It as a plain integer; EPInputError if it is no number of rows for which there can be buffers."""
-    most = MAX_ROWS // cfg.id_words
+    most = most_capacity(cfg)
     if capacity is None or (type(capacity) is int and 0 <= capacity <= most):  # is soon found
         return capacity
     if not (is_integer(capacity) and 0 <= capacity <= most):

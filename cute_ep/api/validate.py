@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_ep.api.buffers import DispatchBuffers, buffer_shapes, check_blocks
+from cute_ep.api.buffers import DispatchBuffers, buffer_shapes, check_blocks, most_capacity
 from cute_ep.api.calls import DispatchInput
-from cute_ep.api.config import MAX_ROWS, EPConfig, is_integer, is_number
+from cute_ep.api.config import EPConfig, is_integer, is_number
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.provenance import Origin
 from cute_ep.api.row_tensors import ID_TYPES, payload_columns, payload_dtype, payload_types, scale_types
@@ -201,7 +201,7 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
     if as_made and rows.device == device and not rows.requires_grad:
         if torch.is_inference_mode_enabled() or not rows.is_inference():
             return  # they cannot have changed
-    capacity, most = rows.shape[0], MAX_ROWS // cfg.id_words
+    capacity, most = rows.shape[0], most_capacity(cfg)
     if capacity > most:
         raise EPInputError(f"out.tokens.shape[0] = {capacity}: must not exceed {most}")
     check_blocks(cfg, "out.tokens.shape[0]", capacity)

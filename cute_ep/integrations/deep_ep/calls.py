@@ -203,4 +203,4 @@ def paired(rows: torch.Tensor, factors: torch.Tensor | None) -> Rows:
 
 def finished(asked: bool) -> EventOverlap:
     """The event to return, of what the current stream has been given."""
-    return EventOverlap(EventHandle()) if asked else EventOverlap()
+    return EventOverlap(EventHandle() if asked else None)
