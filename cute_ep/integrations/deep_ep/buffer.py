@@ -13,7 +13,8 @@ from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import Config, EventHandle, EventOverlap, Rows, without_gradients
 from cute_ep.integrations.deep_ep.layout import GivenLayout, Layout, check_layout, routes_of, tokens_by_node
 from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
-from cute_ep.integrations.deep_ep.normal import Bias, Handle, NormalMode, Route, rows_and_entries
+from cute_ep.integrations.deep_ep.normal import Bias, NormalMode, rows_and_entries
+from cute_ep.integrations.deep_ep.route import Handle, Route
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K
 from cute_ep.runtime.counts import ENDS, memory_of_ends
 

@@ -14,7 +14,8 @@ import torch
 from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPInputError
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.deep_ep import calls
-from cute_ep.integrations.deep_ep.normal import BY_RANK, NormalMode, Route, Sent
+from cute_ep.integrations.deep_ep.normal import NormalMode, Sent
+from cute_ep.integrations.deep_ep.route import BY_RANK, Route
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, NO_ROW, ROW_ALIGNMENTS
