@@ -27,7 +27,7 @@ def batch_of(counts: list[int], alignment: int, room: int, device: str = "cpu", 
     """With groups of so many rows, padded, and room for more; `lost`: as when there was no room for all."""
     padded = torch.tensor([-(-count // alignment) * alignment for count in counts])
     ends = padded.cumsum(0)
-    cfg = EPConfig(128, len(counts), 1, max(1, int(ends[-1]) + room), 1, row_alignment=alignment)
+    cfg = EPConfig(128, len(counts), 1, max(1, int(ends[-1])), 1, row_alignment=alignment)
     buffers = DispatchBuffers.carve(cfg, device, int(ends[-1]) + room)
     buffers.row_offsets.copy_(torch.cat([torch.zeros(1, dtype=torch.int64), ends]) * (not lost))
     buffers.row_counts.copy_(torch.tensor(counts) * (not lost))
