@@ -11,8 +11,9 @@ bytes or a word at a time. What a wait polls, `poll` loads.
 | `poll`           | ld.relaxed.sys.global             | Lamport words that may be on their way            |
 
 `poll` and `streamed` are PTX: with a memory order (CopyG2ROp) combine spills 8 bytes a thread on sm_90a, and the cache
-hint of a copy atom cannot be chosen at run time (DSL 4.8.1). `send`, the store that `poll` waits for, is PTX like it.
-`bulk` is PTX since CopyBulkG2SOp takes a number of bytes that is known when it is compiled.
+hint of a copy atom cannot be chosen at run time (DSL 4.8.1). `bulk` is PTX since CopyBulkG2SOp takes a number of bytes
+that is known when it is compiled. The others are copy atoms; `Share` has what `make_tiled_copy_tv` would make of a row
+whose length is known when it is compiled.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from typing import TypeAlias
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint8, Uint32
-from cutlass.cute.nvgpu import CopyUniversalOp
+from cutlass.cute.nvgpu import CopyR2GOp, CopyUniversalOp, MemoryOrder, MemoryScope
+from cutlass.cute.nvgpu.cpasync import CopyG2SOp, LoadCacheMode
 
 from cute_ep.kernels.device.memory import WORDS, Share, Vectors
 from cute_ep.layouts.maps.arena import SENTINEL
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
-from cute_ep.layouts.maps.scales import WORD_BYTES
 
 Atom: TypeAlias = Callable[[cute.Tensor, cute.Tensor], None]
 """Moves a vector, or a word, from one tensor to another."""
@@ -97,13 +98,9 @@ def plain(source: cute.Tensor, target: cute.Tensor) -> None:
 
 def send(rWords: cute.Tensor, gWords: cute.Tensor) -> None:
     """Store into own or peer memory."""
-    if cute.size(rWords) == 1:
-        cute.arch.store(gWords.iterator, rWords[0], sem="relaxed", scope="sys")
-    else:
-        cute.arch.inline_ptx(
-            "st.relaxed.sys.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
-            read_only_args=[gWords.iterator.toint(), *(Uint32(rWords[index]) for index in range(WORDS))],
-        )
+    order = {"memory_order": MemoryOrder.RELAXED, "memory_scope": MemoryScope.SYS}
+    ordered = cute.make_copy_atom(CopyR2GOp(), Uint32, num_bits_per_copy=32 * cute.size(rWords), **order)
+    cute.copy(ordered, rWords, gWords)
 
 
 def streamed(once: Boolean) -> Atom:
@@ -119,12 +116,11 @@ def fetch(gWords: cute.Tensor, sWords: cute.Tensor) -> None:
 
 
 def _fetch(gWords: cute.Tensor, sWords: cute.Tensor, inside: Boolean | bool) -> None:
-    cache, nbytes = ("ca", WORD_BYTES) if cute.size(sWords) == 1 else ("cg", VECTOR_BYTES)
-    size = cutlass.select_(Boolean(inside), Int32(nbytes), Int32(0))
-    cute.arch.inline_ptx(
-        f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {nbytes}, {{$r2}};",
-        read_only_args=[sWords.iterator.toint(), gWords.iterator.toint(), size],
-    )
+    mode = LoadCacheMode.ALWAYS if cute.size(sWords) == 1 else LoadCacheMode.GLOBAL
+    ahead = cute.make_copy_atom(CopyG2SOp(mode), Uint32, num_bits_per_copy=32 * cute.size(sWords))
+    rInside = cute.make_rmem_tensor(cute.make_layout(cute.size(sWords), stride=0), Boolean)
+    rInside[0] = Boolean(inside)
+    cute.copy(ahead, gWords, sWords, pred=rInside)
 
 
 def bulk(address: Int64, offset: Int32, nbytes: Int32, barrier: cute.Pointer) -> None:

@@ -44,6 +44,11 @@ def test_ptx_outside_of_the_atoms_moves_nothing() -> None:
         assert not ACCESS.search(source), name
 
 
+def test_atoms_are_copy_atoms_but_two() -> None:
+    """Those whose reasons stand in the file: loads that are polled or streamed, and bulk copies."""
+    assert {name for name, _ in with_ptx() if name.startswith(ATOMS)} == {f"{ATOMS} _load", f"{ATOMS} bulk"}
+
+
 def test_a_load_would_be_seen() -> None:
     assert ACCESS.search('inline_ptx("ld.global.b32 {$w0}, [{$r0}];")')
 
