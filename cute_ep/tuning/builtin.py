@@ -119,7 +119,8 @@ DISPATCH: dict[int, dict[int, tuple[Entry, ...]]] = {
 rows of 7168 elements, 256 experts, top-8 on two GPUs (from 128 tokens on BF16 anew on 2026-11-26, since a rank's own
 tokens are no messages), for more ranks on four, up to 512 tokens as their traffic on two (`perf.mirror`); other
 messages so too, rows of 2048 to 6144 elements, 128 experts, top-8 and top-4. `split_from`: the same GPUs with 16, 32,
-64 and 128 CTAs a rank."""
+64 and 128 CTAs a rank. For four ranks `perf.mirror --tune` found nothing faster by 2 % on 2026-11-29, BF16 and FP8, 128
+to 4096 tokens."""
 RETURNS = (Entry(2, 64, 0, 32), Entry(32, ONE_A_SM, 0, 32))
 COMBINE: dict[int, tuple[Entry, ...]] = {
     2: (
