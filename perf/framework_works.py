@@ -148,7 +148,8 @@ def sglang(me: Rank) -> Iterator[Work]:
         with get_parallel().override(**parallel), most.override(tokens):
             for fp8 in (False, True):
                 dispatcher = CuteEPDispatcher(me.group, *sizes, torch.bfloat16, fp8)
-                layout = {name: getattr(dispatcher.cfg, name) for name in ("dispatch_format", "scale_layout")}
+                options = "dispatch_format", "scale_layout", "zero_padding"
+                layout = {name: getattr(dispatcher.cfg, name) for name in options}
                 native = Native(me, given, "partial", row_alignment=dispatcher.cfg.row_alignment, **layout)
                 for extend in (True, False)[: 2 if tokens <= LOW_LATENCY_TOKENS else 1]:
                     set_is_extend_in_batch(extend)

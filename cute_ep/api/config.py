@@ -67,7 +67,7 @@ class EPConfig:
         timeout_s: seconds that a kernel waits for a peer before it gives up, at most 3600.
         scale_layout: how the scale factors of the output are laid out (`cute_ep.layouts.maps.scales`); None: the
             format's default.
-        row_alignment: multiple to which each expert's rows are padded with zeros; None: the format's default.
+        row_alignment: multiple to which each expert's rows are padded; None: the format's default.
         fused_shared_expert: group 0 of every dispatch output is a shared expert with this rank's own tokens, and
             combine adds its rows.
         skip_a2a: every rank is given all tokens, serves its own experts only, and combine returns partial sums that
@@ -83,6 +83,9 @@ class EPConfig:
             experts and router weights (`DispatchBuffers.row_expert_ids`, `row_weights`). Then the caller's experts
             weight and sum, and combine only takes mode "partial", which adds a token's rows over ranks.
         row_ids: type of elements of `DispatchBuffers.row_expert_ids`; "int64" in rank-major order only.
+        zero_padding: whether dispatched rows that pad an expert are zeros, as sums over all rows of an expert need them
+            (gradients of weights). False: they hold anything, which takes less time where experts have few rows each.
+            What lies beside them, such as scale factors, is the same.
         ranks_per_node: ranks of one node, at most 32 that divide `world_size`; rank r is on node r // ranks_per_node.
             The ranks with one r % ranks_per_node, one on each node, are a rail: a token travels along its rail to the
             nodes that have its experts, and within each from the rail's rank (docs/nodes.md). None, also where it is
@@ -107,6 +110,7 @@ class EPConfig:
     row_order: RowOrder = EXPERT_MAJOR
     ranks_per_node: int | None = None
     row_ids: RowIds = "int32"
+    zero_padding: bool = True
 
     def __post_init__(self) -> None:
         """Check each field after those that its rule depends on, so a rule holds whatever is mended afterwards."""
@@ -114,6 +118,7 @@ class EPConfig:
         self._require("row_order", _is_in(self.row_order, ROW_ORDERS), f"one of {', '.join(ROW_ORDERS)}")
         ids = ROW_IDS if self.is_rank_major else ROW_IDS[:1]
         self._require("row_ids", _is_in(self.row_ids, ids), f"one of {', '.join(ids)} for {self.row_order} rows")
+        self._require("zero_padding", isinstance(self.zero_padding, bool), "True or False")
         self._check_nodes()
         over = "" if self.nodes == 1 else f" over {self.nodes} nodes"
         allowed = (False,) if over else (True, False)

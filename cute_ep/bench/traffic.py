@@ -139,7 +139,8 @@ def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
     made = (counts.pairs if cfg.is_rank_major else counts.entries).sum(dim=0) + shared
     if operation == "dispatch":
         moved, logical = counts.messages * message, int((counts.entries.sum(dim=0) + shared).sum()) * message
-        written = torch.tensor(counts.rows) * row + torch.tensor(counts.scale_rows) * scales
+        rows = torch.tensor(counts.rows) if cfg.zero_padding else made
+        written = rows * row + torch.tensor(counts.scale_rows) * scales
         if cfg.block_rows is not None:
             written = made * (row + scales)
         remote = moved - torch.diag(moved.diag())

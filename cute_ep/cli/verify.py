@@ -51,7 +51,7 @@ PLAIN = "plain"
 OPTIONS: dict[str, Options] = {
     PLAIN: Options(),
     "aligned": Options({"row_alignment": 16}, {"dtype": "float16"}),
-    "linear": Options({"scale_layout": "linear", "row_alignment": 128}, scaled=True),
+    "linear": Options({"scale_layout": "linear", "row_alignment": 128, "zero_padding": False}, scaled=True),
     "quantised": Options({}, {"prequantized": True}, scaled=True),
     "shared": Options({"fused_shared_expert": True}, {"dtype": "float32"}),
     "alone": Options({"fused_shared_expert": True, "skip_a2a": True}),

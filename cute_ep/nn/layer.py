@@ -108,6 +108,7 @@ class MoELayer(Connected):
             ("skip_a2a", False, "every rank gives its own tokens to a layer"),
             ("row_order", EXPERT_MAJOR, "its matmuls take the rows of an expert together"),
             ("block_rows", None, "its matmuls take rows that follow one another"),
+            ("zero_padding", True, "gradients of its weights are sums over all rows"),
         ):
             if (value := getattr(cfg, name)) != must:
                 raise EPConfigError(f"{name} = {value!r}: must be {must!r} for a layer, {why}")

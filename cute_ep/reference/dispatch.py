@@ -182,7 +182,7 @@ def dispatch(
 
     Duplicate experts of a token make one row each. A masked slot (-1) makes none. With `skip_a2a` every rank is its
     only source, and an expert of another rank makes no row. The rows that pad a group are zeros in every tensor, with
-    src_info (-1, -1). With blocks each ends in such rows.
+    src_info (-1, -1), also without `zero_padding`. With blocks each ends in such rows.
 
     Args:
         xs: per rank [T_r, hidden] bfloat16, T_r <= max_tokens_per_rank.

@@ -157,13 +157,14 @@ class Outputs:
 
     @cute.jit
     def _zero_rows(self, ctx: DispatchContext, first: Int32, end: Int32, part: Int32) -> None:
-        """Rows of the payload are contiguous, so padding is one run of 16-byte vectors."""
+        """Rows of the payload are contiguous, so padding is one run of 16-byte vectors. What lies beside rows is small,
+        and tells that they are padding, so it is always written."""
         lane = ctx.lane
-        row_vectors = vectors_of(ctx.wire.payload_bytes)
-        vectors = (end - first) * row_vectors
-        gOut = row_at(row_address(ctx.out.tokens, first, ctx.wire.payload_bytes), vectors)
-        for place in cutlass.range(part * LANES + lane, vectors, LANES * PADDING_PARTS, unroll=1):
-            fill(0, share(gOut, place, 1))
+        if ctx.out.zeroed != 0:
+            vectors = (end - first) * vectors_of(ctx.wire.payload_bytes)
+            gOut = row_at(row_address(ctx.out.tokens, first, ctx.wire.payload_bytes), vectors)
+            for place in cutlass.range(part * LANES + lane, vectors, LANES * PADDING_PARTS, unroll=1):
+                fill(0, share(gOut, place, 1))
         if part == 0:
             gSource = array(ctx.out.src_info, Int32, ctx.out.capacity, 2)
             gRowScale = array(ctx.out.row_scales, Uint16, ctx.out.capacity)

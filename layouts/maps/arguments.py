@@ -193,6 +193,7 @@ class Output(NamedTuple):
         capacity: rows of tokens and src_info.
         has_tiles: `layouts.maps.scales.has_tiles` of the scales.
         wide_ids: 1 where elements of row_expert_ids have 64 bits, else 0.
+        zeroed: 1 where tokens of rows that pad a group are zeros, 0 where they stay as they are.
     """
 
     tokens: Address
@@ -215,6 +216,7 @@ class Output(NamedTuple):
     capacity: Size
     has_tiles: Size
     wide_ids: Size
+    zeroed: Size
 
 
 class Scales(NamedTuple):

@@ -142,6 +142,7 @@ LIKELY: Mapping[str, st.SearchStrategy] = {
     "block_rows": st.none() | st.integers(1, 512),
     "row_order": st.sampled_from(ROW_ORDERS),
     "row_ids": st.sampled_from(ROW_IDS),
+    "zero_padding": st.booleans(),
 }
 
 

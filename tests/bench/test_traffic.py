@@ -96,7 +96,8 @@ def test_a_message_has_payload_scales_and_row_scale_padded(fmt: str) -> None:
     """Payload, scale factors and row scale, each padded to 16 bytes on the wire and packed in the output, where atoms
     of scale factors have 128 rows."""
     cfg = EPConfig(128, 2, 1, 1, 2, fmt, row_alignment=FORMATS[fmt].row_alignment)
-    sent = traffic(cfg, count_routing(cfg, [torch.tensor([[1]]), torch.tensor([[-1]])]), "dispatch")
+    counts = count_routing(cfg, [torch.tensor([[1]]), torch.tensor([[-1]])])
+    sent = traffic(cfg, counts, "dispatch")
     payload, scales, row_scale = {
         "bf16": (256, 0, 0),
         "fp8": (128, 4, 0),
@@ -113,6 +114,8 @@ def test_a_message_has_payload_scales_and_row_scale_padded(fmt: str) -> None:
     rows = FORMATS[fmt].row_alignment
     scale_rows = 128 if cfg.scales_as == ATOM else rows
     assert sent.memory[1] == 256 + 2 * message + rows * (payload + row_scale) + scale_rows * scales
+    sent = traffic(replace(cfg, zero_padding=False), counts, "dispatch")
+    assert sent.memory[1] == 256 + 2 * message + payload + row_scale + scale_rows * scales
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.hidden <= 256], ids=lambda case: case.id)

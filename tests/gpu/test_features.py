@@ -78,8 +78,9 @@ def test_rows_padded_to_an_alignment(devices: list[str], fmt: str) -> None:
                 EPConfig(2048, 32, 4, 130, len(devices), fmt, row_alignment=alignment)
             continue
         cfg = EPConfig(
-            2048, 8 * len(devices), 3, 130, len(devices), fmt, 20, layout, alignment, fused_shared_expert=turn % 2 == 1
-        )
+            2048, 8 * len(devices), 3, 130, len(devices), fmt, 20, layout, alignment, fused_shared_expert=turn % 2 == 1,
+            zero_padding=turn % 3 != 1,
+        )  # fmt: skip
         with connected(cfg, devices) as communicators:
             for tokens, routing in ((0, "uniform"), (1, "zipf"), (130, "masked"), (129, "one_rank")):
                 inputs = make_inputs(cfg, counts_of(tokens, len(devices), turn), routing, turn)

@@ -191,8 +191,8 @@ def check_expanded(buffer: Any, case: Case, sync: bool, biases: list[torch.Tenso
     for one, received in ((got, weights), (again, back)):
         check_rows(one, case, [(row, source, token) for row, source, token, _ in at], f"rank {rank}")
         assert_bits(received[: sum(padded)], want.to(case.device)[: sum(padded)], "weights")
-        padding = sorted(set(range(sum(padded))) - {row for row, *_ in at})
-        assert not any(part[padding].float().any() for part in parts(one))
+    padding = sorted(set(range(sum(padded))) - {row for row, *_ in at})
+    assert not any(part[padding].float().any() for part in parts(again))
 
     hidden = parts(got)[0].shape[1]
     x = torch.full((rows, hidden), torch.nan, device=case.device).bfloat16()

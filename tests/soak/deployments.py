@@ -171,6 +171,7 @@ def _config(random: Random, ranks: int, row_bytes: int) -> EPConfig:
         row_alignment=random.choice(alignments) if random.random() < 0.5 else None,
         fused_shared_expert=random.random() < 0.25,
         skip_a2a=random.random() < 0.1,
+        zero_padding=random.random() < 0.7,
     )
     if random.random() < 0.3 and not cfg.fused_shared_expert:
         cfg = replace(cfg, row_order=RANK_MAJOR)

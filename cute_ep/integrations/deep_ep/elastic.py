@@ -158,7 +158,8 @@ class ElasticBuffer(Pooled):
             handle: what an earlier dispatch of as many tokens returned: they go the same ways again.
             do_cpu_sync: wait for the number of rows; None: without a handle.
             do_expand: a row for each (token, expert), by expert, source rank, token, in place of one for each (token,
-                rank), by source rank, token. Rows that pad an expert are zero, with `do_zero_padding` or without.
+                rank), by source rank, token.
+            do_zero_padding: make rows that pad an expert zero, else they hold anything; the same on all ranks.
 
         Returns:
             Rows as `x`, as many as came, or without `do_cpu_sync` as many as any routing can bring, of which those
@@ -200,6 +201,7 @@ class ElasticBuffer(Pooled):
             assert topk_idx is not None
             ids = topk_idx.clone(memory_format=torch.contiguous_format) if do_handle_copy else topk_idx
             made = mode.handle(ids, layout)
+        made.zero_padding = do_zero_padding
         mode.config(payload.shape[1], made, scaled=scales is not None)  # checks sizes
         sent = payload, scales, topk_weights
         if handle is None and (do_cpu_sync is None or do_cpu_sync):

@@ -77,7 +77,7 @@ class CuteEPDispatcher(BaseDispatcher):
         self.cfg = named_config(
             NAMES, (hidden_size, num_experts, router_topk, tokens, ranks), error=EPConfigError,
             dispatch_format=fmt, timeout_s=TIMEOUT_S, row_alignment=ALIGNMENT,
-            scale_layout="linear" if use_fp8_dispatch else None,
+            scale_layout="linear" if use_fp8_dispatch else None, zero_padding=False,
         )  # fmt: skip
         self._group, self._block = group, activation_scale_block_size
         self._packed = use_fp8_dispatch and fmt != "fp8"
@@ -102,7 +102,8 @@ class CuteEPDispatcher(BaseDispatcher):
                 unchanged until the combine has run. An id out of range masks too, and a later call tells it.
 
         Returns:
-            `hidden_states` [N, hidden_size], bfloat16 or float8_e4m3fn; rows behind the last one hold anything.
+            `hidden_states` [N, hidden_size], bfloat16 or float8_e4m3fn; padding, and rows behind the last one, hold
+            anything.
             `hidden_states_scale`: None, or [N, hidden_size / 128] float32, and where DeepGEMM reads UE8M0 [N,
             hidden_size / (4 * block)] int32, four exponents each, neighbours along N.
             `psum_num_recv_tokens_per_expert`: [local experts] int32, where each expert's rows end, without padding;
