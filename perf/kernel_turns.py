@@ -1,0 +1,151 @@
+"""Operations of communicators, in turns with those of other checkouts on the same machine.
+
+    git worktree add build/before HASH
+    (cd build/before && python -m cute_ep build --arch sm_90a --format bf16,fp8,nvfp4 --out build/library)
+    python -m perf.kernel_turns --against build/before --out build/perf/kernel_turns.json
+
+Each checkout needs kernels of its own in build/library. A process of each (`kernel_turns_worker`) keeps its ranks, and
+they measure a case one after the other, turn by turn, in an order that is turned around each time. Times are p50 of
+CUDA-graph replay in us, of the slowest rank; the table has the median of the turns, and its ratio to that here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from cute_ep.api.presets import format_names
+from cute_ep.bench.measure import PARTS
+from perf.cells import markdown
+from perf.command_line import words_of
+
+WORKER = Path(__file__).with_name("kernel_turns_worker.py")
+FORMATS, TOKENS, OPERATIONS = "bf16,fp8", "1,16,128,1024,4096", "dispatch,combine_exact,combine_partial,pair"
+HERE = "here"
+Times = dict[str, dict[str, list[float]]]
+"""By what was measured, and by side: a time of each turn."""
+
+
+class Case(NamedTuple):
+    """What is measured at a time. sms: what ranks are connected with; None: all."""
+
+    format: str
+    tokens: int
+    sms: int | None
+    operations: tuple[str, ...]
+
+    def name(self, operation: str) -> str:
+        """Of one of its operations."""
+        return f"{self.format} {self.tokens} {operation}" + ("" if self.sms is None else f", {self.sms} SMs")
+
+
+def cases_of(
+    formats: Iterable[str], tokens: Iterable[int], sms: Iterable[int | None], operations: Sequence[str]
+) -> list[Case]:
+    """All of them; combine, whose rows have no format, with the first one only."""
+    cases = []
+    for number, fmt in enumerate(formats):
+        own = tuple(name for name in operations if number == 0 or "combine" not in name)
+        cases += [Case(fmt, count, budget, own) for budget in sms for count in tokens if own]
+    return cases
+
+
+class Side:
+    """A checkout's process."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
+        self.name, self._process = name, process
+
+    def ask(self, words: Sequence[object]) -> object:
+        """What it answers. RuntimeError: it has ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            print(json.dumps(words), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            pass  # the answer is missing, too
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name}: ended with {self._process.wait()}; its words are above")
+        return json.loads(line)
+
+
+@contextmanager
+def side_of(name: str, folder: Path, worker: Path = WORKER) -> Iterator[Side]:
+    """Run the worker with a checkout's own packages and kernels."""
+    path = os.pathsep.join([str(folder.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-P", str(worker), "build/library"]
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield Side(name, process)
+    finally:
+        process.communicate()
+
+
+def measure_turns(sides: Sequence[Side], cases: Sequence[Case], turns: int, samples: int) -> Iterator[Times]:
+    """Behind each turn, what has been measured so far. RuntimeError of `Side.ask`."""
+    times: Times = {}
+    for turn in range(turns):
+        for case in cases:
+            for side in sides if turn % 2 == 0 else sides[::-1]:
+                answer = side.ask([case.format, case.tokens, case.sms, case.operations, samples])
+                assert isinstance(answer, dict)
+                for operation, us in answer.items():
+                    times.setdefault(case.name(operation), {}).setdefault(side.name, []).append(us)
+        yield times
+
+
+def table(times: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """As Markdown."""
+    sides = list(dict.fromkeys(name for found in times.values() for name in found))
+    lines = []
+    for what, found in times.items():
+        middle = {name: median(turns) for name, turns in found.items()}
+        others = [f"{middle[name]:.2f} ({middle[name] / middle[HERE]:.3f})" for name in sides if name != HERE]
+        lines.append((what, f"{middle[HERE]:.2f}", *others))
+    return markdown(("operation", HERE, *(name for name in sides if name != HERE)), lines)
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--against", type=Path, nargs="+", metavar="DIR", required=True, help="other checkouts")
+    parser.add_argument("--format", default=FORMATS, metavar="F[,F]", help="(default: %(default)s)")
+    parser.add_argument("--tokens", default=TOKENS, metavar="T[,T]", help="of every rank (default: %(default)s)")
+    parser.add_argument("--sms", default="all", metavar="N[,N]", help="budgets of SMs (default: %(default)s)")
+    parser.add_argument("--operations", default=OPERATIONS, metavar="O[,O]", help="(default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=7, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=100, metavar="N", help="of a turn (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="for all times, as JSON, behind each turn")
+    args = parser.parse_args()
+    budgets = [None if word == "all" else int(word) for word in args.sms.split(",")]
+    operations = words_of(parser, "operations", args.operations, PARTS)
+    cases = cases_of(format_names(args.format), map(int, args.tokens.split(",")), budgets, operations)
+    times: Times = {}
+    with ExitStack() as stack:
+        places = {HERE: Path.cwd()} | {folder.name: folder for folder in args.against}
+        sides = [stack.enter_context(side_of(name, folder)) for name, folder in places.items()]
+        for times in measure_turns(sides, cases, args.turns, args.samples):
+            if args.out:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(times, indent=1) + "\n")
+    sys.stdout.write(table(times) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
