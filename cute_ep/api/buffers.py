@@ -34,8 +34,8 @@ class DispatchBuffers:
 
     A group is a local expert; with a fused shared expert group 0 is that one and local expert e is group e + 1. In
     rank-major order a group is a source rank. G is their number. Each group's rows are padded to the configuration's
-    `alignment` with rows of zeros; with `block_rows` the rows behind them hold anything, without `zero_padding` their
-    `tokens` do.
+    `alignment` with rows of zeros; with `block_rows` the rows behind them hold anything. Without `zero_padding` the
+    `tokens` of padding hold anything.
 
     Attributes:
         tokens: [capacity, hidden] bfloat16 or float8_e4m3fn, or [capacity, hidden * bits / 8] uint8 (formats of fewer
@@ -174,6 +174,12 @@ class DispatchBuffers:
     def __getstate__(self) -> dict[str, Any]:
         """For copies: they have all tensors, and nothing that says that these were made together."""
         return {**tensors_of(self), "memory": Memory(self.memory.generation)}
+
+    def zeroed_by(self, cfg: EPConfig) -> bool:
+        """Whether a dispatch of this configuration makes padding zero: `zero_padding` of the one that they were made
+        for, which may differ in that from the communicator's."""
+        made = self.memory.cfg
+        return (cfg if made is None else made).zero_padding
 
     def addresses(self, names: Sequence[str]) -> dict[str, int]:
         """Device addresses of tensors by name, 0 where there is none; makes none of those that are not there yet."""

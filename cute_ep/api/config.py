@@ -83,9 +83,8 @@ class EPConfig:
             experts and router weights (`DispatchBuffers.row_expert_ids`, `row_weights`). Then the caller's experts
             weight and sum, and combine only takes mode "partial", which adds a token's rows over ranks.
         row_ids: type of elements of `DispatchBuffers.row_expert_ids`; "int64" in rank-major order only.
-        zero_padding: whether dispatched rows that pad an expert are zeros, as sums over all rows of an expert need them
-            (gradients of weights). False: they hold anything, which takes less time where experts have few rows each.
-            What lies beside them, such as scale factors, is the same.
+        zero_padding: whether tokens of padding are zeros, as sums over all rows of an expert need them (gradients of
+            weights); else they hold anything. What lies beside them is the same.
         ranks_per_node: ranks of one node, at most 32 that divide `world_size`; rank r is on node r // ranks_per_node.
             The ranks with one r % ranks_per_node, one on each node, are a rail: a token travels along its rail to the
             nodes that have its experts, and within each from the rail's rank (docs/nodes.md). None, also where it is

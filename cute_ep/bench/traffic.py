@@ -119,12 +119,12 @@ def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
     """Bytes of one operation, out of LAUNCHES.
 
     Memory counts each row where it is read and where it is written: dispatch reads x, writes and reads every message at
-    its receiver, and writes the output rows and scale factors, padding included but for that of blocks, which it
-    leaves alone; combine reads the expert rows, writes and reads what returns to its source and writes the sums. Where
-    dispatch encodes nothing, a rank's own tokens are no messages (`kernels/dispatch/given_rows.py`). In combine rows of
-    the own rank's tokens, and of the shared expert, are read where they are, as pipelines do
-    (`kernels/combine/pipeline.py`): other kernels write and read these, too. Routing tables (8 bytes a slot to each
-    rank, 16 with router weights) are left out.
+    its receiver, and writes the output rows and scale factors, padding included but for that of blocks, and but for
+    tokens without `zero_padding`, which it leaves alone; combine reads the expert rows, writes and reads what returns
+    to its source and writes the sums. Where dispatch encodes nothing, a rank's own tokens are no messages
+    (`kernels/dispatch/given_rows.py`). In combine rows of the own rank's tokens, and of the shared expert, are read
+    where they are, as pipelines do (`kernels/combine/pipeline.py`): other kernels write and read these, too. Routing
+    tables (8 bytes a slot to each rank, 16 with router weights) are left out.
 
     Raises:
         EPInputError: there is no such operation.
@@ -139,8 +139,9 @@ def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
     made = (counts.pairs if cfg.is_rank_major else counts.entries).sum(dim=0) + shared
     if operation == "dispatch":
         moved, logical = counts.messages * message, int((counts.entries.sum(dim=0) + shared).sum()) * message
-        rows = torch.tensor(counts.rows) if cfg.zero_padding else made
-        written = rows * row + torch.tensor(counts.scale_rows) * scales
+        rows, scale_rows = torch.tensor(counts.rows), torch.tensor(counts.scale_rows)
+        payload = (rows if cfg.zero_padding else made) * fmt.payload_bytes(cfg.hidden)
+        written = payload + rows * fmt.row_scale_bytes + scale_rows * scales
         if cfg.block_rows is not None:
             written = made * (row + scales)
         remote = moved - torch.diag(moved.diag())

@@ -108,10 +108,11 @@ class MoELayer(Connected):
             ("skip_a2a", False, "every rank gives its own tokens to a layer"),
             ("row_order", EXPERT_MAJOR, "its matmuls take the rows of an expert together"),
             ("block_rows", None, "its matmuls take rows that follow one another"),
-            ("zero_padding", True, "gradients of its weights are sums over all rows"),
         ):
             if (value := getattr(cfg, name)) != must:
                 raise EPConfigError(f"{name} = {value!r}: must be {must!r} for a layer, {why}")
+        if cfg.format.scale is None and not cfg.zero_padding:
+            raise EPConfigError("zero_padding = False: must be True for a layer with gradients, sums over all rows")
         if not (is_integer(inner) and inner > 0 and inner % INNER_MULTIPLE == 0):
             raise EPConfigError(f"inner = {inner!r}: must be a positive multiple of {INNER_MULTIPLE}")
         if not isinstance(overlap_shared, bool):

@@ -38,6 +38,11 @@ def check_differentiable(comm: str, combine_mode: str | None = None, *, weights:
             f"{name}.requires_grad = True: must be False with dispatch_format {cfg.dispatch_format}, gradients travel "
             f"as {BF16.name} rows; use a communicator in {BF16.name} and quantise what dispatch returns, or no_grad()"
         )
+    if not cfg.zero_padding and cfg.alignment > 1 and cfg.block_rows is None:
+        raise EPInputError(
+            f"{name}.requires_grad = True: must be False without zero_padding where row_alignment = {cfg.alignment}, "
+            "gradients of experts' weights are sums over padding; configure zero_padding=True, or use no_grad()"
+        )
     if communicator.hooks != NO_HOOKS:
         raise EPInputError(
             f"{name}.requires_grad = True: must be False with hooks, whose gradient is unknown; apply the functions "

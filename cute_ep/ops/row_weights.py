@@ -27,7 +27,8 @@ class WeightedRows(NamedTuple):
     """Rows of a batch and their weights.
 
     Attributes:
-        tokens: [capacity, hidden] bfloat16 by expert, zeros in padding; behind the last row anything.
+        tokens: [capacity, hidden] bfloat16 by expert, zeros in padding if `zero_padding`; behind the last row
+            anything.
         weights: [capacity] float32, 0 for padding; behind the last row anything.
         batch: for `cute_ep.ops.combine`, without rows; combine adds a token's rows up unweighted in both modes.
     """

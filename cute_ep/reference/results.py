@@ -139,7 +139,7 @@ def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: OwnDispat
             continue
         if blocks and name in OF_ROWS:  # rows of a block that hold nothing stay as they are
             write_rows(buffer, value, holds, cfg.scales_as if name == "scales" else None)
-        elif name == "tokens" and not cfg.zero_padding:
+        elif name == "tokens" and not out.buffers.zeroed_by(cfg):
             write_rows(buffer[:rows], value, holds, None)
         elif name == "scales" and cfg.scales_as == TRANSPOSED:
             buffer[:, :rows] = value

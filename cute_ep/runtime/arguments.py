@@ -111,7 +111,7 @@ def output_record(cfg: EPConfig, out: DispatchBuffers) -> Output:
         capacity=capacity,
         has_tiles=int(cfg.block_rows is None and has_tiles(cfg.scales_as, capacity, alignment)),
         wide_ids=int(cfg.is_rank_major and cfg.row_ids == "int64"),
-        zeroed=int(cfg.zero_padding),
+        zeroed=int(out.zeroed_by(cfg)),
     )
 
 

@@ -44,3 +44,15 @@ def test_ptx_says_what_the_protocol_says(arch: str) -> None:
     ):
         assert re.search(instruction, ptx), instruction
     assert not re.search(r"ld\.global\.nc", ptx)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fmt", "cache", "nbytes"), [("dispatch", "fp8", "cg", 16), ("combine_partial", None, "ca", 4)]
+)
+def test_what_is_fetched_beyond_a_row_is_zeros(kernel: str, fmt: str | None, cache: str, nbytes: int) -> None:
+    """The predicate of a copy atom becomes the number of bytes that are read, which zeros follow, and no branch."""
+    ptx = ptx_of(Variant(kernel, "sm_90a", fmt))
+    copies = re.findall(r"@?\S*\s*cp\.async\.\w+\.shared\.global[^;]*;", ptx)
+    assert copies and not any(copy.startswith("@") for copy in copies)
+    found = re.search(rf"cp\.async\.{cache}\.shared\.global \[[^]]+\], \[[^]]+\], {nbytes}, (%\w+);", ptx)
+    assert found and re.search(rf"selp\.\w+\s+{found[1]}, {nbytes}, 0,", ptx)

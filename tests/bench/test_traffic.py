@@ -115,7 +115,7 @@ def test_a_message_has_payload_scales_and_row_scale_padded(fmt: str) -> None:
     scale_rows = 128 if cfg.scales_as == ATOM else rows
     assert sent.memory[1] == 256 + 2 * message + rows * (payload + row_scale) + scale_rows * scales
     sent = traffic(replace(cfg, zero_padding=False), counts, "dispatch")
-    assert sent.memory[1] == 256 + 2 * message + payload + row_scale + scale_rows * scales
+    assert sent.memory[1] == 256 + 2 * message + payload + rows * row_scale + scale_rows * scales
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.hidden <= 256], ids=lambda case: case.id)

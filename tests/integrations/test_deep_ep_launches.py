@@ -147,6 +147,22 @@ def test_an_elastic_buffer_sends_expanded_rows_from_where_they_are(group: Any, l
     assert home.values("rows.data", "rows.capacity") == (rows.data_ptr(), len(rows))
 
 
+def test_an_elastic_buffer_makes_padding_zero_when_it_is_asked(
+    group: Any, launches: Launches, connected: Connected
+) -> None:
+    """Each dispatch by itself, also with a handle, by one communicator; without padding nothing is asked of it."""
+    buffer = ElasticBuffer(group, num_max_tokens_per_rank=TOKENS)
+    static: dict[str, Any] = {"do_cpu_sync": False, "do_expand": True}
+    for alignment, zeroed in ((8, [0, 1, 1, 0]), (1, [0, 0, 0, 0])):
+        first = len(launches)
+        made: dict[str, Any] = {"num_experts": EXPERTS, "expert_alignment": alignment}
+        for zeros in (False, True):
+            *_, handle, _ = buffer.dispatch(X, IDS, **made, **static, do_zero_padding=zeros)
+            buffer.dispatch(X, handle=handle, do_expand=True, do_zero_padding=not zeros)
+        assert [launch.arguments["out.zeroed"] for launch in list(launches)[first:]] == zeroed
+    assert len(connected) == 2
+
+
 def test_calls_tell_what_kernels_have_reported_before_they_launch(
     group: Any, launches: Launches, no_wait: None
 ) -> None:

@@ -85,6 +85,13 @@ def test_it_takes_the_place_of_sglangs_dispatcher(sglang: dict[str, Any]) -> Non
     assert all(hasattr(ours, name) for name in vars(replaced) if not name.startswith("_"))
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_padding_is_left_alone(sglang: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+    """As by DeepEP V2: zeros would be most of what a decode step writes."""
+    cfg = Lone(monkeypatch).make(use_fp8_dispatch=fp8, hidden_size=256).cfg
+    assert cfg.row_alignment == 128 and not cfg.zero_padding
+
+
 @pytest.mark.parametrize(
     ("changes", "rank", "rule"),
     [

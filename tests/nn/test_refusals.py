@@ -108,6 +108,7 @@ def test_more_rows_than_the_capacity_are_told_by_synchronize(layer: MoELayer, gr
         ({"skip_a2a": True}, {}, "skip_a2a = True: must be False for a layer"),
         ({"row_order": "rank_major"}, {}, "row_order = 'rank_major': must be 'expert_major' for a layer"),
         ({"block_rows": 9}, {}, "block_rows = 9: must be None for a layer"),
+        ({"zero_padding": False}, {}, "zero_padding = False: must be True for a layer with gradients"),
         ({}, {"inner": 12}, "inner = 12: must be a positive multiple of 8"),
         ({}, {"inner": 0}, "inner = 0: must be a positive multiple of 8"),
         ({}, {"gate": "gelu"}, "gate = 'gelu': must be one of swiglu, swiglu_clamped, geglu_tanh, relu2, or a"),

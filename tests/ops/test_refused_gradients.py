@@ -48,6 +48,19 @@ def test_formats_with_scale_factors_have_none(fmt: Any) -> None:
     assert calls == ["dispatch", "partial"]
 
 
+def test_padding_that_holds_anything_has_none() -> None:
+    """Gradients of experts' weights are sums over it. Rows without padding have them."""
+    for alignment in (1, 8):
+        cfg = replace(ALONE, dispatch_format="bf16", row_alignment=alignment, zero_padding=False)
+        comm, calls, (x, ids, weights), _ep = one_rank(cfg)
+        if alignment == 1:
+            cute_ep.ops.dispatch(x.requires_grad_(), ids, weights, comm)
+            continue
+        with pytest.raises(EPInputError, match=r"must be False without zero_padding where row_alignment = 8, grad"):
+            cute_ep.ops.dispatch(x.requires_grad_(), ids, weights, comm)
+        assert not calls
+
+
 def test_hooks_have_none(make_rank: MakeRank, launches: Launches) -> None:
     rank = make_rank(replace(GPU_CFG, dispatch_format="bf16"), hooks=Hooks(epilogue="a:epilogue"))
     x, ids, weights = inputs()

@@ -210,6 +210,8 @@ def _dispatch_segment(cfg: EPConfig, rank: int, want: Dispatched, device: torch.
         if blocks and name in OF_ROWS:
             holds = (want.src_info[:, 0] >= 0).to(device)
             write_rows(place, value.to(device), holds, cfg.scales_as if name == "scales" else None)
+        elif name == "tokens" and not cfg.zero_padding:
+            write_rows(place[: len(value)], value.to(device), (want.src_info[:, 0] >= 0).to(device), None)
         elif name == "scales" and cfg.scales_as == TRANSPOSED:
             place[:, : value.shape[1]].copy_(value)
         else:

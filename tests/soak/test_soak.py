@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,11 +39,13 @@ OF_A_PROCESS = ("fork-after-connect", "interrupts")
 WITHOUT_GPU = [fault for fault in FAULTS if not fault.gpus and fault.name not in OF_A_PROCESS]
 
 
-def soak(fmt: str = "nvfp4_row", connect: Callable = connection.connected) -> Outcome:
-    """Some rounds of a small deployment that has all tensors; two of the three modes are sums."""
+def soak(fmt: str = "nvfp4_row", connect: Callable = connection.connected, **changes: Any) -> Outcome:
+    """Some rounds of a small deployment that has all tensors; two of the three modes are sums. changes: of its
+    configuration."""
     given = small_input(2, tokens=9)
     given = replace(given, modes=given.modes | {"unweighted": torch.float32})
-    deployment = Deployment(0, small_config(2, fmt), CPUS, None, False, False, (given, replace(given, tokens=(9, 3))))
+    cfg = replace(small_config(2, fmt), **changes)
+    deployment = Deployment(0, cfg, CPUS, None, False, False, (given, replace(given, tokens=(9, 3))))
     return run_deployment(deployment, Random(1), 12, connect=connect)
 
 
@@ -154,8 +157,9 @@ def test_failures_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch, capsy
     assert "\narguments[peer] = [/no/tag]\n" in capsys.readouterr().out
 
 
-def test_right_rounds_have_no_failures() -> None:
-    outcome = soak()
+@pytest.mark.parametrize("changes", [{}, {"row_alignment": 16, "zero_padding": False}], ids=str)
+def test_right_rounds_have_no_failures(changes: dict[str, Any]) -> None:
+    outcome = soak(**changes)
     assert (outcome.wrong_bytes, outcome.failures) == (0, [])
     assert outcome.rounds >= 12
 

@@ -159,7 +159,7 @@ class ElasticBuffer(Pooled):
             do_cpu_sync: wait for the number of rows; None: without a handle.
             do_expand: a row for each (token, expert), by expert, source rank, token, in place of one for each (token,
                 rank), by source rank, token.
-            do_zero_padding: make rows that pad an expert zero, else they hold anything; the same on all ranks.
+            do_zero_padding: make rows that pad an expert zero, else they hold anything.
 
         Returns:
             Rows as `x`, as many as came, or without `do_cpu_sync` as many as any routing can bring, of which those
@@ -201,7 +201,7 @@ class ElasticBuffer(Pooled):
             assert topk_idx is not None
             ids = topk_idx.clone(memory_format=torch.contiguous_format) if do_handle_copy else topk_idx
             made = mode.handle(ids, layout)
-        made.zero_padding = do_zero_padding
+        made.zeroes = do_zero_padding and layout.expert_alignment > 1
         mode.config(payload.shape[1], made, scaled=scales is not None)  # checks sizes
         sent = payload, scales, topk_weights
         if handle is None and (do_cpu_sync is None or do_cpu_sync):

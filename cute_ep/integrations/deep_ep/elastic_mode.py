@@ -69,7 +69,6 @@ class EPHandle(Route):
     Attributes:
         layout: the sizes, which `num_experts`, `num_max_tokens_per_rank`, `expert_alignment` and `do_expand` also have.
         num_sms: SMs for kernels of communicators that the dispatch connected.
-        zero_padding: whether the dispatch that comes next makes padding zero.
         topk_idx: [T, K] int64 expert ids.
         num_recv_tokens, num_expanded_tokens: n, and padded rows per (token, expert), or room for them.
         num_recv_tokens_per_expert_list: entries of each local expert, rounded up; empty without `do_cpu_sync`.
@@ -87,7 +86,6 @@ class EPHandle(Route):
     topk_idx: torch.Tensor
     num_expanded_tokens: int
     num_recv_tokens_per_expert_list: list[int] = field(default_factory=list)
-    zero_padding: bool = False
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
 
@@ -100,10 +98,7 @@ class EPHandle(Route):
 
     @property
     def order(self) -> dict[str, Any]:
-        if not self.do_expand:
-            return BY_RANK
-        alignment = self.expert_alignment  # one communicator, whatever is asked for, where there is no padding
-        return {"row_alignment": alignment, "zero_padding": self.zero_padding or alignment == 1}
+        return {"row_alignment": self.expert_alignment, "zero_padding": False} if self.do_expand else BY_RANK
 
     def most_rows(self, tokens: int) -> int:
         """Before `ElasticMode.dispatch_counted`."""

@@ -160,7 +160,7 @@ class NormalMode:
             if early is not None:
                 route.of_rows = None  # whose communicator may give way
             communicator = self._connect(self.config(x.shape[1], route, scaled=scales is not None))
-            out = buffers_for(communicator, rows)
+            out = buffers_for(communicator, rows, route)
             batch = self._send(communicator, sent, route.routes.ids, route, out, exact=exact)
             early = Early(communicator, out)
             if route.of_rows is None or route.of_rows.hold.communicator.closed:
@@ -187,6 +187,7 @@ class NormalMode:
             route.experts,
             ids.shape[1],
             self._agreed_tokens(route),
+            route.zeroes,
             *route.order.values(),
         )
         room: Room | None = self._pool.kept.get(kind)
@@ -211,7 +212,8 @@ class NormalMode:
         if communicator is None:
             return None
         rows = route.most_rows(self._pool.size * communicator.cfg.max_tokens_per_rank)
-        carve = DispatchBuffers.carver(communicator.cfg, communicator.device, rows, with_ends(self._pool.size))
+        made_for, beside = route.made_for(communicator.cfg), with_ends(self._pool.size)
+        carve = DispatchBuffers.carver(made_for, communicator.device, rows, beside)
         return Room(communicator, rows * x.shape[1] * x.itemsize, carve)
 
     def _agreed_tokens(self, route: Route) -> int:
@@ -262,7 +264,8 @@ class NormalMode:
             ids = last_ids.sort(1).values[:, -self._pool.size :].contiguous()
             communicator = self._connect(self.config(width * 2, route, ids))
             nothing = torch.zeros((len(ids), width * 2), dtype=torch.bfloat16, device=weights.device)
-            batch = communicator.dispatch(nothing, ids, out=buffers_for(communicator, route.rows), frame=route.frame)
+            out = buffers_for(communicator, route.rows)
+            batch = communicator.dispatch(nothing, ids, out=out, frame=route.frame)
             kept = batch.without_rows().derived(topk_ids=ids)
             of_words[width] = Returned(self._pool.hold(communicator), kept)
         communicator, batch = self._home(of_words[width])
@@ -295,6 +298,7 @@ def rows_and_entries(
     return rows, local.long(), weights
 
 
-def buffers_for(communicator: EPCommunicator, rows: int) -> DispatchBuffers:
-    """New memory for so many rows, and at least one."""
-    return DispatchBuffers.carve(communicator.cfg, communicator.device, max(rows, 1))
+def buffers_for(communicator: EPCommunicator, rows: int, route: Route | None = None) -> DispatchBuffers:
+    """New memory for so many rows, and at least one, of dispatches along a route."""
+    cfg = communicator.cfg if route is None else route.made_for(communicator.cfg)
+    return DispatchBuffers.carve(cfg, communicator.device, max(rows, 1))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from cute_ep import DispatchBuffers, Dispatched
+from cute_ep import DispatchBuffers, Dispatched, EPConfig
 from cute_ep.api.carving import Carving
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 from cute_ep.runtime.counts import ENDS
@@ -28,6 +29,12 @@ class Returned(NamedTuple):
     batch: Dispatched
 
 
+@lru_cache(maxsize=64)
+def zeroing(cfg: EPConfig) -> EPConfig:
+    """The same with zeros in padding."""
+    return replace(cfg, zero_padding=True)
+
+
 @dataclass(eq=False, repr=False)
 class Route:
     """Where the tokens of one dispatch go: by `routes` of the entries that it is given, out of so many `experts`.
@@ -40,6 +47,8 @@ class Route:
         of_rows: for sums of rows, once they were sent.
         of_words: for sums of top-k weights, once there was need; by the number of words of a row.
     """
+
+    zeroes = False  # whether the dispatch under way makes padding zero
 
     routes: RouteCounts
     experts: int
@@ -83,6 +92,10 @@ class Route:
     def most_rows(self, tokens: int) -> int:
         """Rows that a dispatch can bring of so many tokens of all ranks."""
         return tokens
+
+    def made_for(self, cfg: EPConfig) -> EPConfig:
+        """What its dispatches' memory is made for, where `cfg` is the communicator's."""
+        return zeroing(cfg) if self.zeroes else cfg
 
     @property
     def order(self) -> dict[str, Any]:
