@@ -22,13 +22,19 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from cute_ep.api.presets import format_names
-from cute_ep.bench.measure import PARTS
+from cute_ep.api.errors import EPConfigError
+from cute_ep.api.presets import format_names, token_counts
+from cute_ep.bench.machine import environment, parse_devices
+from cute_ep.bench.measure import CHAINED, PARTS
+from perf.cases import MAIN
 from perf.cells import markdown
 from perf.command_line import words_of
+from perf.runs import reproduce
 
 WORKER = Path(__file__).with_name("kernel_turns_worker.py")
 FORMATS, TOKENS, OPERATIONS = "bf16,fp8", "1,16,128,1024,4096", "dispatch,combine_exact,combine_partial,pair"
+MEASURED = tuple(name for name in PARTS if name != CHAINED)
+"""Operations that are replayed in graphs."""
 HERE = "here"
 Times = dict[str, dict[str, list[float]]]
 """By what was measured, and by side: a time of each turn."""
@@ -96,6 +102,14 @@ def side_of(name: str, folder: Path, worker: Path = WORKER) -> Iterator[Side]:
         process.communicate()
 
 
+def places_of(others: Sequence[Path]) -> dict[str, Path]:
+    """Folders of all checkouts by name, this one's first. EPConfigError: two are the same."""
+    places = {HERE: Path.cwd()} | {str(folder): folder for folder in others}
+    if len({folder.resolve() for folder in places.values()}) <= len(others):
+        raise EPConfigError(f"against = {', '.join(map(str, others))}: must be different folders, other than this one")
+    return places
+
+
 def measure_turns(sides: Sequence[Side], cases: Sequence[Case], turns: int, samples: int) -> Iterator[Times]:
     """Behind each turn, what has been measured so far. RuntimeError of `Side.ask`."""
     times: Times = {}
@@ -132,17 +146,23 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=100, metavar="N", help="of a turn (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="for all times, as JSON, behind each turn")
     args = parser.parse_args()
+    operations = words_of(parser, "operations", args.operations, MEASURED)
+    if not all(word == "all" or word.isdecimal() for word in args.sms.split(",")):
+        parser.error(f"sms = {args.sms}: must be numbers or all, with commas between them")
     budgets = [None if word == "all" else int(word) for word in args.sms.split(",")]
-    operations = words_of(parser, "operations", args.operations, PARTS)
-    cases = cases_of(format_names(args.format), map(int, args.tokens.split(",")), budgets, operations)
+    try:
+        places = places_of(args.against)
+        cases = cases_of(format_names(args.format), token_counts(args.tokens), budgets, operations)
+        machine = environment(parse_devices("auto", MAIN.num_experts), reproduce("perf.kernel_turns", sys.argv[1:]))
+    except EPConfigError as error:
+        parser.error(str(error))
     times: Times = {}
     with ExitStack() as stack:
-        places = {HERE: Path.cwd()} | {folder.name: folder for folder in args.against}
         sides = [stack.enter_context(side_of(name, folder)) for name, folder in places.items()]
         for times in measure_turns(sides, cases, args.turns, args.samples):
             if args.out:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(times, indent=1) + "\n")
+                args.out.write_text(json.dumps({"machine": machine, "times": times}, indent=1) + "\n")
     sys.stdout.write(table(times) + "\n")
     return 0
 

@@ -8,6 +8,7 @@ little of them.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import ExitStack
 
@@ -19,7 +20,8 @@ from perf.cases import MAIN
 
 def main() -> None:
     """Answer until the input ends."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what else is printed is no answer
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what else is printed is no answer
     devices, kept = parse_devices("auto", MAIN.num_experts), {}
     with ExitStack() as stack:
         for line in sys.stdin:

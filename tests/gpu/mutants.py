@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -81,10 +82,14 @@ def run(names: Sequence[str], timeout_s: float = 600) -> dict[str, Outcome]:
     gpus = visible_gpus()
     if not gpus:
         raise SystemExit("no NVIDIA GPU on this machine")
+    places = [threading.Semaphore(BESIDE) for _ in gpus]
     with tempfile.TemporaryDirectory() as scratch:
 
         def run_one(numbered: tuple[int, str]) -> Outcome:
-            number, name = numbered
+            with places[numbered[0] % len(gpus)]:
+                return run_there(*numbered)
+
+        def run_there(number: int, name: str) -> Outcome:
             folder, gpu = Path(scratch, name), gpus[number % len(gpus)]
             folder.mkdir()
             make_tree(name, folder)
@@ -101,7 +106,7 @@ def run(names: Sequence[str], timeout_s: float = 600) -> dict[str, Outcome]:
                 return Outcome("failed", errors[-2000:])
             return Outcome(*json.loads(output.splitlines()[-1]))
 
-        with ThreadPoolExecutor(BESIDE * len(gpus)) as pool:
+        with ThreadPoolExecutor(len(names)) as pool:
             return dict(zip(names, pool.map(run_one, enumerate(names)), strict=True))
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from perf.kernel_turns import HERE, Case, cases_of, measure_turns, side_of, table
+from cute_ep.api.errors import EPConfigError
+from perf.kernel_turns import HERE, Case, cases_of, measure_turns, places_of, side_of, table
 
 WORKER = """
 import json, os, sys
@@ -58,6 +59,14 @@ def test_combines_are_measured_once_whatever_the_format_of_tokens() -> None:
     assert len(cases) == 8 and cases[0] == Case("bf16", 1, None, ("dispatch", "combine_exact", "pair"))
     assert cases[-1] == Case("fp8", 16, 24, ("dispatch", "pair"))
     assert cases_of(["bf16", "fp8"], [1], [None], ["combine_partial"]) == [Case("bf16", 1, None, ("combine_partial",))]
+
+
+def test_checkouts_with_one_name_are_told_apart_and_equal_ones_refused(tmp_path: Path) -> None:
+    folders = [tmp_path / one / "before" for one in ("a", "b")]
+    assert list(places_of(folders).values()) == [Path.cwd(), *folders]
+    for others in ([Path()], [folders[0], tmp_path / "a" / "." / "before"]):
+        with pytest.raises(EPConfigError, match="must be different folders"):
+            places_of(others)
 
 
 def test_the_table_has_medians_and_their_ratios_to_those_here() -> None:
