@@ -54,6 +54,45 @@ def test_a_side_that_ends_is_named(places: dict[str, Path], tmp_path: Path) -> N
             side.ask(["bf16", 1, None, ["pair"], 5])
 
 
+PACKAGES = {
+    "cute_ep/bench/machine.py": "def parse_devices(which, experts):\n    return [f'{which}:{experts}']\n",
+    "cute_ep/bench/measure.py": """
+import os
+def make_sets(cfg, devices, tokens, routing):
+    return [*cfg, *devices, tokens, routing]
+def measure(ranks, sets, operations, samples):
+    print("said")
+    os.write(1, b"by C")
+    return [{"operation": name, "p50_us": [*ranks, *sets, samples]} for name in operations]
+""",
+    "cute_ep/runtime/connection.py": """
+from contextlib import contextmanager
+calls = []
+@contextmanager
+def connected(cfg, devices, sms, library):
+    calls.append(sms)
+    yield [len(calls), sms, library]
+""",
+    "perf/cases.py": """
+class MAIN:
+    num_experts = 7
+    config = staticmethod(lambda fmt, ranks, tokens: [fmt, ranks, tokens])
+""",
+}
+"""What the worker needs of a checkout, which tells what it was given."""
+
+
+def test_the_worker_runs_with_the_packages_of_its_checkout_and_keeps_its_ranks(tmp_path: Path) -> None:
+    for name, source in PACKAGES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(source)
+    with side_of("before", tmp_path) as side:
+        answers = [side.ask(["fp8", tokens, sms, ["pair"], 5]) for tokens, sms in ((2, None), (2, 24), (2, None))]
+    told = [2, "uniform", 5]
+    first = {"pair": [1, None, "build/library", "fp8", 1, 2, "auto:7", *told]}
+    assert answers == [first, {"pair": [2, 24, "build/library", "fp8", 1, 2, "auto:7", *told]}, first]
+
+
 def test_combines_are_measured_once_whatever_the_format_of_tokens() -> None:
     cases = cases_of(["bf16", "fp8"], [1, 16], [None, 24], ["dispatch", "combine_exact", "pair"])
     assert len(cases) == 8 and cases[0] == Case("bf16", 1, None, ("dispatch", "combine_exact", "pair"))
