@@ -34,8 +34,8 @@ class DispatchBuffers:
 
     A group is a local expert; with a fused shared expert group 0 is that one and local expert e is group e + 1. In
     rank-major order a group is a source rank. G is their number. Each group's rows are padded to the configuration's
-    `alignment` with rows of zeros; with `block_rows` the rows behind them hold anything. Without `zero_padding` the
-    `tokens` of padding hold anything.
+    `alignment` with rows of zeros; with `block_rows` the rows behind them hold anything. The `tokens` of padding hold
+    anything without `zero_padding` of the configuration that the buffers were made for.
 
     Attributes:
         tokens: [capacity, hidden] bfloat16 or float8_e4m3fn, or [capacity, hidden * bits / 8] uint8 (formats of fewer
