@@ -31,6 +31,7 @@ from cute_ep.bench.machine import environment
 from cute_ep.torch_internals import sleep_on_gpu
 from perf.cases import MAIN, Shape
 from perf.cells import markdown
+from perf.command_line import budgets_of
 from perf.nvshmem import preload
 from perf.peer_list import NORMAL_SMS
 from perf.peer_timing import SETS, Host, Rank, Work
@@ -213,7 +214,7 @@ def main() -> int:
     parser.add_argument("--sms", default=SMS, help="budgets of ours (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="for the rows, as JSON")
     args = parser.parse_args()
-    budgets = [None if word == "all" else int(word) for word in args.sms.split(",")]
+    budgets = budgets_of(parser, args.sms)
     tokens = [int(word) for word in args.tokens.split(",")]
     dist.init_process_group("cpu:gloo,cuda:nccl")
     torch.cuda.set_device(dist.get_rank())

@@ -12,3 +12,11 @@ def words_of(parser: argparse.ArgumentParser, option: str, given: str, known: Co
     if unknown := set(words) - set(known):
         parser.error(f"{option} = {', '.join(sorted(unknown))}: must be out of {', '.join(known)}")
     return words
+
+
+def budgets_of(parser: argparse.ArgumentParser, given: str) -> list[int | None]:
+    """Budgets of SMs, which commas part; None where the word is "all". Another word ends the program."""
+    words = given.split(",")
+    if not all(word == "all" or word.isdecimal() for word in words):
+        parser.error(f"sms = {given}: must be numbers or all, with commas between them")
+    return [None if word == "all" else int(word) for word in words]

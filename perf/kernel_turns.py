@@ -28,7 +28,7 @@ from cute_ep.bench.machine import environment, parse_devices
 from cute_ep.bench.measure import CHAINED, PARTS
 from perf.cases import MAIN
 from perf.cells import markdown
-from perf.command_line import words_of
+from perf.command_line import budgets_of, words_of
 from perf.runs import reproduce
 
 WORKER = Path(__file__).with_name("kernel_turns_worker.py")
@@ -147,9 +147,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="for all times, as JSON, behind each turn")
     args = parser.parse_args()
     operations = words_of(parser, "operations", args.operations, MEASURED)
-    if not all(word == "all" or word.isdecimal() for word in args.sms.split(",")):
-        parser.error(f"sms = {args.sms}: must be numbers or all, with commas between them")
-    budgets = [None if word == "all" else int(word) for word in args.sms.split(",")]
+    budgets = budgets_of(parser, args.sms)
     try:
         places = places_of(args.against)
         cases = cases_of(format_names(args.format), token_counts(args.tokens), budgets, operations)

@@ -123,7 +123,6 @@ def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: OwnDispat
         cfg = replace(cfg, block_rows=out.tokens.shape[0] // cfg.groups)
     result, buffers = reference.receive(cfg, rank, sources), tensors_of(out)
     result.headers[:, HeaderWord.ROUND] = out.number
-    blocks, holds = cfg.block_rows is not None, result.src_info[:, 0] >= 0
     rows, capacity = int(result.num_rows), out.tokens.shape[0]
     if rows > capacity:
         result.row_map[result.row_map >= 0] = LOST_ROW
@@ -137,24 +136,29 @@ def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: OwnDispat
         value = getattr(result, name)
         if buffer is None or (name == "row_expert_ids" and rows > capacity):
             continue
-        if blocks and name in OF_ROWS:  # rows of a block that hold nothing stay as they are
-            write_rows(buffer, value, holds, cfg.scales_as if name == "scales" else None)
-        elif name == "tokens" and not out.buffers.zeroed_by(cfg):
-            write_rows(buffer[:rows], value, holds, None)
+        if stay(cfg, name, zeroed=out.buffers.zeroed_by(cfg)):
+            write_rows(cfg, name, buffer, value, result.src_info)
         elif name == "scales" and cfg.scales_as == TRANSPOSED:
             buffer[:, :rows] = value
         else:
             buffer[: value.shape[0]] = value
-    if blocks:
+    if cfg.block_rows is not None:
         arrived = count_rows(cfg, rank, sources)
         full = (arrived > result.row_counts).nonzero().flatten().tolist()
         return (full[0] + 1, int(result.row_counts[full[0]]), int(arrived[full[0]])) if full else None
     return (0, capacity, rows) if rows > capacity else None
 
 
-def write_rows(to: torch.Tensor, of: torch.Tensor, rows: torch.Tensor, layout: str | None) -> None:
-    """Copy the rows out of [capacity] that are True in `rows`; scale factors of blocks are in a layout."""
-    if layout is not None:
+def stay(cfg: EPConfig, name: str, *, zeroed: bool) -> bool:
+    """Whether rows of a tensor that no token has stay as they are: all those of blocks, else `tokens` of padding that
+    is not `zeroed`."""
+    return name in OF_ROWS if cfg.block_rows is not None else name == "tokens" and not zeroed
+
+
+def write_rows(cfg: EPConfig, name: str, to: torch.Tensor, of: torch.Tensor, src_info: torch.Tensor) -> None:
+    """Copy into the first rows of a tensor those of `of` that a token has, by `src_info`."""
+    rows, to, layout = (src_info[:, 0] >= 0).to(to.device), to[: len(of)], cfg.scales_as
+    if name == "scales" and layout is not None:
         to, of = rows_first(to, layout), rows_first(of, layout)
         rows = rows.view(to.shape[: to.dim() - (2 if layout == ATOM else 1)])
     if to.dtype.itemsize == 1:

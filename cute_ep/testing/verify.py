@@ -21,7 +21,7 @@ from cute_ep.layouts.maps.arena import HeaderWord, has_weights, return_slices_lo
 from cute_ep.layouts.maps.routing import LOST_ROW
 from cute_ep.layouts.maps.scales import TRANSPOSED
 from cute_ep.layouts.maps.variants import COMBINE_MODES, CombineMode
-from cute_ep.reference.results import write_rows
+from cute_ep.reference.results import stay, write_rows
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.testing.compare import assert_bits, assert_prefix_and_poison, assert_untouched_behind
 from cute_ep.testing.workloads import RankInputs
@@ -75,10 +75,9 @@ def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, ra
         got, want = getattr(actual, name), getattr(expected, name)
         if want is None:
             continue
-        if cfg.block_rows is not None or (name == "tokens" and not actual.buffers.zeroed_by(cfg)):
+        if stay(cfg, name, zeroed=actual.buffers.zeroed_by(cfg)):
             filled = poison(torch.empty_like(want, device=got.device))
-            rows = (expected.src_info[:, 0] >= 0).to(got.device)
-            write_rows(filled, want.to(got.device), rows, cfg.scales_as if name == "scales" else None)
+            write_rows(cfg, name, filled, want.to(got.device), expected.src_info)
             want = filled
         if cfg.block_rows is not None:
             assert_bits(got, want, where + name)

@@ -10,6 +10,7 @@ import torch
 
 from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPConfigError
 from cute_ep.reference.backend import connect_reference
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import make_inputs
@@ -63,6 +64,12 @@ def test_tokens_of_padding_are_zeros_or_stay_as_they_are(fmt: Any, kind: str) ->
         sums.append([ep.combine(own, one, mode="partial") for ep, own, one in zip(side, rows, batches, strict=True)])
     for rank, (first, second) in enumerate(zip(*sums, strict=True)):
         assert_bits(second, first, f"rank {rank}")
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "no"])
+def test_zero_padding_is_true_or_false(value: Any) -> None:
+    with pytest.raises(EPConfigError, match=f"zero_padding = {value!r}: must be True or False"):
+        replace(CFG, zero_padding=value)
 
 
 def test_memory_says_whether_padding_becomes_zero() -> None:

@@ -19,7 +19,7 @@ from cute_ep.layouts.maps.arena import HeaderWord, has_weights, return_slices_lo
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import NO_ROW
 from cute_ep.layouts.maps.scales import TRANSPOSED
-from cute_ep.reference.results import OF_ROWS, write_rows
+from cute_ep.reference.results import stay, write_rows
 from cute_ep.testing.verify import POISON, SPARE_ROWS, expert_rows, poison
 from cute_ep.testing.workloads import RankInputs, make_inputs
 
@@ -207,11 +207,8 @@ def _dispatch_segment(cfg: EPConfig, rank: int, want: Dispatched, device: torch.
         segment.view(segment.expected, "row_expert_ids").fill_(NO_ROW)
     for name in shapes.keys() - {"headers", "row_map", "weights"}:
         value, place = getattr(want, name), segment.view(segment.expected, name)
-        if blocks and name in OF_ROWS:
-            holds = (want.src_info[:, 0] >= 0).to(device)
-            write_rows(place, value.to(device), holds, cfg.scales_as if name == "scales" else None)
-        elif name == "tokens" and not cfg.zero_padding:
-            write_rows(place[: len(value)], value.to(device), (want.src_info[:, 0] >= 0).to(device), None)
+        if stay(cfg, name, zeroed=cfg.zero_padding):
+            write_rows(cfg, name, place, value.to(device), want.src_info)
         elif name == "scales" and cfg.scales_as == TRANSPOSED:
             place[:, : value.shape[1]].copy_(value)
         else:
