@@ -20,3 +20,10 @@ def budgets_of(parser: argparse.ArgumentParser, given: str) -> list[int | None]:
     if not all(word == "all" or word.isdecimal() for word in words):
         parser.error(f"sms = {given}: must be numbers or all, with commas between them")
     return [None if word == "all" else int(word) for word in words]
+
+
+def at_least_one(parser: argparse.ArgumentParser, **given: int) -> None:
+    """End the program where a number of this name is less than 1."""
+    for name, value in given.items():
+        if value < 1:
+            parser.error(f"{name} = {value}: must be at least 1")

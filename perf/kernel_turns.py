@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
+from threading import Timer
 from typing import NamedTuple
 
 from cute_ep.api.errors import EPConfigError
@@ -28,7 +29,7 @@ from cute_ep.bench.machine import environment, parse_devices
 from cute_ep.bench.measure import CHAINED, PARTS
 from perf.cases import MAIN
 from perf.cells import markdown
-from perf.command_line import budgets_of, words_of
+from perf.command_line import at_least_one, budgets_of, words_of
 from perf.runs import reproduce
 
 WORKER = Path(__file__).with_name("kernel_turns_worker.py")
@@ -36,6 +37,8 @@ FORMATS, TOKENS, OPERATIONS = "bf16,fp8", "1,16,128,1024,4096", "dispatch,combin
 MEASURED = tuple(name for name in PARTS if name != CHAINED)
 """Operations that are replayed in graphs."""
 HERE = "here"
+DEADLINE_S = 120.0
+"""For an answer, in which a process may import torch and connect its ranks."""
 Times = dict[str, dict[str, list[float]]]
 """By what was measured, and by side: a time of each turn."""
 
@@ -70,14 +73,20 @@ class Side:
     def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
         self.name, self._process = name, process
 
-    def ask(self, words: Sequence[object]) -> object:
-        """What it answers. RuntimeError: it has ended."""
+    def ask(self, words: Sequence[object], deadline_s: float = DEADLINE_S) -> object:
+        """What it answers. RuntimeError: it has ended, or was ended because it took longer than `deadline_s`."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        timer = Timer(deadline_s, self._process.kill)
+        timer.start()
         try:
             print(json.dumps(words), file=self._process.stdin, flush=True)
         except BrokenPipeError:
             pass  # the answer is missing, too
         line = self._process.stdout.readline()
+        in_time = timer.is_alive()
+        timer.cancel()
+        if not line and not in_time:
+            raise RuntimeError(f"{self.name}: gave no answer in {deadline_s:g} s to {words}")
         if not line:
             raise RuntimeError(f"{self.name}: ended with {self._process.wait()}; its words are above")
         return json.loads(line)
@@ -148,6 +157,7 @@ def main() -> int:
     args = parser.parse_args()
     operations = words_of(parser, "operations", args.operations, MEASURED)
     budgets = budgets_of(parser, args.sms)
+    at_least_one(parser, turns=args.turns, samples=args.samples)
     try:
         places = places_of(args.against)
         cases = cases_of(format_names(args.format), token_counts(args.tokens), budgets, operations)

@@ -22,7 +22,7 @@ from perf import adapters, peers
 from perf.adapter_worker import WAITED
 from perf.cases import MAIN
 from perf.cells import markdown
-from perf.command_line import words_of
+from perf.command_line import at_least_one, words_of
 
 NAMES = "deepep_normal", "deepep_elastic", "sglang", "megatron", "torchtitan", "transformers", "vllm"
 """Adapters that have calls for which the host waits."""
@@ -77,8 +77,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results")
     args = parser.parse_args()
     names = words_of(parser, "adapters", args.adapters, NAMES)
-    if args.turns < 1:
-        parser.error(f"turns = {args.turns}: must be at least 1")
+    at_least_one(parser, turns=args.turns)
     gpus = peers.gpu_count()
     shape, tokens = MAIN, [int(word) for word in args.tokens.split(",")]
     if not gpus:

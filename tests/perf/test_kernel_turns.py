@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from cute_ep.api.errors import EPConfigError
-from perf.kernel_turns import HERE, Case, cases_of, measure_turns, places_of, side_of, table
+from perf.kernel_turns import HERE, Case, cases_of, main, measure_turns, places_of, side_of, table
 
 WORKER = """
-import json, os, sys
+import json, os, sys, time
 for line in sys.stdin:
     with open("../log", "a") as log:
         log.write(os.path.basename(os.getcwd()) + " ")
     fmt, tokens, sms, operations, samples = json.loads(line)
     if tokens == 13:
         sys.exit(3)
+    if tokens == 14:
+        time.sleep(600)
     speed = float(open("speed").read()) * len(sys.argv[1])
     print(json.dumps({name: speed * tokens for name in operations}), flush=True)
 """
@@ -52,6 +55,23 @@ def test_a_side_that_ends_is_named(places: dict[str, Path], tmp_path: Path) -> N
             list(measure_turns([side], [Case("bf16", 13, None, ("pair",))], 1, 5))
         with pytest.raises(RuntimeError, match="before: ended with 3"):
             side.ask(["bf16", 1, None, ["pair"], 5])
+
+
+def test_a_side_that_does_not_answer_is_ended_and_named(places: dict[str, Path], tmp_path: Path) -> None:
+    with side_of("before", places["before"], tmp_path / "worker.py") as side:
+        assert side.ask(["bf16", 1, None, ["pair"], 5])
+        with pytest.raises(RuntimeError, match=r"before: gave no answer in 0.3 s to \['bf16', 14"):
+            side.ask(["bf16", 14, None, ["pair"], 5], deadline_s=0.3)
+
+
+@pytest.mark.parametrize("option", ["turns", "samples"])
+def test_numbers_below_one_are_refused(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kernel_turns", "--against", "elsewhere", f"--{option}", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    assert f"{option} = 0: must be at least 1" in capsys.readouterr().err
 
 
 PACKAGES = {
