@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cute_ep import distributed
     from cute_ep.api.buffers import DispatchBuffers
-    from cute_ep.api.config import EPConfig, memory_bytes, tokens_per_rank
+    from cute_ep.api.config import EPConfig
+    from cute_ep.api.config_rules import memory_bytes, tokens_per_rank
     from cute_ep.api.dispatched import Dispatched
     from cute_ep.api.errors import EPConfigError, EPError, EPInputError, EPTimeout, VariantMissing
     from cute_ep.api.gates import Gate
@@ -54,10 +55,10 @@ _MODULE_OF = {
     "connect_local": "runtime.connection",
     "dequantize": "reference.decode",
     "fused_silu": "runtime.local_ops",
-    "memory_bytes": "api.config",
+    "memory_bytes": "api.config_rules",
     "quantize": "runtime.local_ops",
     "ranks_per_node": "runtime.places",
-    "tokens_per_rank": "api.config",
+    "tokens_per_rank": "api.config_rules",
 }
 
 __all__ = [

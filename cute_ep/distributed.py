@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cute_ep.api.buffers import DispatchBuffers
-from cute_ep.api.config import check_alike
+from cute_ep.api.config_rules import check_alike
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.interface import EPCommunicator

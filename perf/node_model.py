@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from cute_ep.api.config import EPConfig, is_number, memory_bytes
+from cute_ep.api.config import EPConfig, is_number
+from cute_ep.api.config_rules import memory_bytes
 from cute_ep.api.errors import EPConfigError
 from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, message_bytes
 from cute_ep.layouts.maps.formats import FORMATS

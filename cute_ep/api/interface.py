@@ -11,7 +11,8 @@ import torch
 
 from cute_ep.api.buffers import DispatchBuffers, routed_shape
 from cute_ep.api.calls import DispatchInput, SumOptions, row_input
-from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.config import EPConfig
+from cute_ep.api.config_rules import memory_bytes
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.finite import FiniteCheck

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cute_ep.aot.library import Library, LibraryEntry, read_manifest, source_hash
-from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.config import EPConfig
+from cute_ep.api.config_rules import memory_bytes
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.presets import Preset, format_names
 from cute_ep.cli.common import (

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.config import EPConfig, differing
+from cute_ep.api.config import EPConfig
+from cute_ep.api.config_rules import differing
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.ops.registry import communicator_of, is_open, register

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import cute_ep.ops
 from cute_ep.api.buffers import check_capacity
-from cute_ep.api.config import EPConfig, check_config, is_integer
+from cute_ep.api.config import EPConfig, is_integer
+from cute_ep.api.config_rules import check_config
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.gates import Gate

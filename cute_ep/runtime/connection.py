@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from cute_ep.aot.library import Library
-from cute_ep.api.config import EPConfig, check_config, is_integer
+from cute_ep.api.config import EPConfig, is_integer
+from cute_ep.api.config_rules import check_config
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.provenance import Origin

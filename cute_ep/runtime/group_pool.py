@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.config import LONGEST_S, EPConfig, in_words
+from cute_ep.api.config import LONGEST_S, EPConfig
+from cute_ep.api.config_rules import in_words
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.runtime import process_connection

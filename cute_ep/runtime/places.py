@@ -12,7 +12,8 @@ from typing import NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.config import EPConfig, check_alike
+from cute_ep.api.config import EPConfig
+from cute_ep.api.config_rules import check_alike
 from cute_ep.api.errors import EPConfigError
 from cute_ep.layouts.maps.routing import MAX_RANKS
 from cute_ep.runtime.meeting import Meeting

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.aot.library import Library
-from cute_ep.api.config import EPConfig, check_config
+from cute_ep.api.config import EPConfig
+from cute_ep.api.config_rules import check_config
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.provenance import Origin

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep import EPConfig, memory_bytes
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.layouts.maps.arena import (
     ARENA_ALIGNMENT,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cute_ep.aot import library
-from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.config import EPConfig
+from cute_ep.api.config_rules import memory_bytes
 from cute_ep.bench import machine
 from cute_ep.cli.info import memory_parts
 from cute_ep.cli.main import main

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.config import EPConfig
+from cute_ep.api.config_rules import memory_bytes
 from tests.processes import ROOT, WITHOUT_GPU, run_code, run_page, run_ranks
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.config import EPConfig
+from cute_ep.api.config_rules import memory_bytes
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.integrations.deep_ep import Buffer
 from cute_ep.testing.workloads import make_inputs

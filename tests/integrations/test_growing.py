@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ep.api.config import memory_bytes
+from cute_ep.api.config_rules import memory_bytes
 from cute_ep.integrations.common.checks import LEAST_TOKENS
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from cute_ep.runtime.group_pool import GroupPool

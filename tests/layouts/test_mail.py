@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.config import EPConfig
+from cute_ep.api.config_rules import memory_bytes
 from cute_ep.api.errors import EPConfigError
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.mail import Mail, Piece, Routes

@@ -55,7 +55,8 @@ ADAPTERS = "cute_ep.integrations"
 CONTRACT: dict[str, set[str]] = {
     "adjoints": {"inner_products", "ones_for", "weighted"},
     "api.carving": {"Carving"},
-    "api.config": {"LONGEST_S", "in_words", "is_integer", "is_number"},
+    "api.config": {"LONGEST_S", "is_integer", "is_number"},
+    "api.config_rules": {"in_words"},
     "api.host": {"host_list"},
     "api.rounds": {"MAX_OUTSTANDING"},
     "api.row_tensors": {"ID_TYPES", "with_plain_strides"},

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from cute_ep.api.buffers import buffer_shapes
-from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.config import EPConfig
+from cute_ep.api.config_rules import memory_bytes
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.variants import ARCHITECTURES
 from cute_ep.runtime import local_ops

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.config import EPConfig
+from cute_ep.api.config_rules import memory_bytes
 from cute_ep.api.errors import EPError
 from cute_ep.layouts.maps.arena import SENTINEL
 from cute_ep.runtime import driver, launcher, parts

@@ -17,7 +17,8 @@ from random import Random
 
 import torch
 
-from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.config import EPConfig
+from cute_ep.api.config_rules import memory_bytes
 from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.runtime.connection import connect_local, connected
 

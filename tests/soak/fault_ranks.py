@@ -18,7 +18,8 @@ from random import Random
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.config import EPConfig
+from cute_ep.api.config_rules import memory_bytes
 from cute_ep.api.errors import EPError, EPTimeout
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.process_connection import connect

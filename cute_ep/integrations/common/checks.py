@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from cute_ep import EPConfig, EPConfigError, EPError, EPInputError
-from cute_ep.api.config import LONGEST_S, in_words, is_integer, is_number
+from cute_ep.api.config import LONGEST_S, is_integer, is_number
+from cute_ep.api.config_rules import in_words
 from cute_ep.api.row_tensors import ID_TYPES as ID_TYPES
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.api.tensors import check_apart, check_tensor, check_written
