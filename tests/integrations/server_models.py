@@ -39,11 +39,12 @@ def save_model(kind: str, folder: Path) -> None:
         own: dict[str, Any] = {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 64, "num_experts": EXPERTS}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **own))
     elif kind == "deepseek_v3":
+        # SGLang's attention takes keys of 512 + 64 elements, as DeepSeek-V3 has, or 256 + 32
         own = {
             "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_key_value_heads": 4, "n_routed_experts": EXPERTS,
-            "n_shared_experts": 1, "n_group": GROUPS, "topk_group": 2, "routed_scaling_factor": 1.0, "q_lora_rank": 128,
+            "n_shared_experts": 1, "n_group": GROUPS, "topk_group": 2, "routed_scaling_factor": 1.5, "q_lora_rank": 128,
             "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,  # unset by default
-            "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+            "kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
         }  # fmt: skip
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **own))
     else:
