@@ -52,7 +52,7 @@ from cute_ep.layouts.maps.arena import StateWord
 from cute_ep.layouts.maps.arguments import CombineArgs
 from cute_ep.layouts.maps.launch import PIPED_THREADS, WIDE_THREADS
 from cute_ep.layouts.maps.record import RegionMap, align_up
-from cute_ep.layouts.maps.routing import NO_ROW, Phase
+from cute_ep.layouts.maps.routing import NO_ROW
 
 
 class Combine:
@@ -99,18 +99,19 @@ class Combine:
 
     @cute.kernel
     def kernel(self, args: CombineArgs) -> None:
-        ctx, rounds = open_combine(args, self.peers, self.receive)
+        ctx, rounds = open_combine(args, self.peers, self.send, self.receive)
+        rHeader = self.schedule.load_header(ctx) if self.send else None
         sEpoch, sBase = (shared_array(one, Int64) for one in (self.epoch, self.base))
         if ctx.tid == 0:  # for what needs them seldom: registers are short
             sEpoch[0], sBase[0] = ctx.epoch, ctx.base
         control = control_cta(ctx.grid.send_ctas if self.send else ctx.ctas)
-        ctx.acknowledge(ctx.arena.combine_consumed, rounds.received, control)
+        ctx.acknowledge(rounds.received, control)
         if cutlass.const_expr(self.send):
             self.schedule.clear_counters(ctx, control)
         self.recv_role.tickets.open(ctx.tid)
         alive, staggered, added_up = Boolean(True), Boolean(False), Boolean(False)
         if cutlass.const_expr(self.send):
-            alive, staggered, added_up = self._send_half(ctx, rounds, control)
+            alive, staggered, added_up = self._send_half(ctx, rHeader, rounds, control)
         else:
             alive = block_all(ctx.not_aborted())  # Lamport rows have no wait that begins with this
         if cutlass.const_expr(self.receive):
@@ -119,9 +120,11 @@ class Combine:
         self._leave(ctx, alive)
 
     @cute.jit
-    def _send_half(self, ctx: CombineContext, rounds: Rounds, control: Int32) -> tuple[Boolean, Boolean, Boolean]:
+    def _send_half(
+        self, ctx: CombineContext, rHeader: cute.Tensor, rounds: Rounds, control: Int32
+    ) -> tuple[Boolean, Boolean, Boolean]:
         """By all CTAs: wait for `combine_consumed`; then the sending ones send rows, and `control` tells the dispatch
-        round of the batch.
+        round of the batch. rHeader: of `schedule.load_header`.
 
         Returns:
             False after a timeout; whether warps of the CTA do not end together; whether it has received, too.
@@ -130,11 +133,10 @@ class Combine:
         staggered, added_up = Boolean(False), Boolean(False)
         if ctx.cta < ctx.grid.send_ctas:
             if cutlass.const_expr(self.piped):
-                self.pipelines.prepare(ctx)
+                self.pipelines.prepare(ctx, rHeader)
             else:
-                row, weight = self.send_role.prepare(ctx)
-        sent, word = rounds.sent if self.receive else None, StateWord.COMBINE_SEND_EPOCH
-        alive = ctx.wait_all_ranks(ctx.arena.combine_consumed, ctx.epoch - 2, Phase.COMBINE_CONSUMED, sent, word)
+                row, weight = self.send_role.prepare(ctx, rHeader)
+        alive = ctx.wait_all_ranks(rounds.sent if self.receive else None)
         if ctx.cta < ctx.grid.send_ctas and alive:
             if ctx.cta == control:
                 self.pairs.tell(ctx, self.schedule.round(ctx))

@@ -38,9 +38,9 @@ class CombinePipelines:
         self.consumer = Consumer(params, self.ring, shared)
 
     @cute.jit
-    def prepare(self, ctx: CombineContext) -> None:
-        """A CTA barrier must follow before `run`."""
-        self.schedule.open(ctx)
+    def prepare(self, ctx: CombineContext, rHeader: cute.Tensor) -> None:
+        """rHeader: of `schedule.load_header`. A CTA barrier must follow before `run`."""
+        self.schedule.open(ctx, rHeader)
         self.ring.prepare(ctx)
         self.consumer.prepare(ctx)
 

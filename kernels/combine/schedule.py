@@ -89,14 +89,22 @@ class CombineSchedule:
         self.tickets = Tickets("return_tickets", shared)
         self.asked = shared.add("return_asked", 4, 2)
 
-    @cute.jit
-    def open(self, ctx: CombineContext) -> FirstItem:
-        """Read the headers. A CTA barrier must follow before any other method but `split`."""
-        sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
+    def load_header(self, ctx: CombineContext) -> cute.Tensor:
+        """Begin to load the header of source `lane`, of which a launch has none where there is no such rank."""
         rHeader = cute.make_rmem_tensor(len(HeaderWord), Uint32)
         rHeader.fill(0)
+        self._load_header(ctx, rHeader)
+        return rHeader
+
+    @cute.jit
+    def _load_header(self, ctx: CombineContext, rHeader: cute.Tensor) -> None:
         if ctx.lane < ctx.ranks:
             move(plain, vectors_at(ctx.batch.headers, ctx.lane), [rHeader])
+
+    @cute.jit
+    def open(self, ctx: CombineContext, rHeader: cute.Tensor) -> FirstItem:
+        """Look at the headers, as of `load_header`. A CTA barrier must follow before any other method but `split`."""
+        sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
         tokens, returns = Int32(rHeader[int(HeaderWord.TOKENS)]), Int32(rHeader[int(HeaderWord.RETURNS)])
         log2, flagged = return_slices_log2(returns), Uint32(cute.arch.vote_ballot_sync(are_flagged(returns) != 0))
         rHeader[int(HeaderWord.RETURNS)] = Uint32(log2)  # all that is read of it later

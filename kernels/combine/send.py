@@ -46,10 +46,10 @@ class CombineSend:
         self.entries = EntryStages(partial, segments, epoch, shared)
 
     @cute.jit
-    def prepare(self, ctx: CombineContext) -> tuple[Int32, Float32]:
+    def prepare(self, ctx: CombineContext, rHeader: cute.Tensor) -> tuple[Int32, Float32]:
         """Begin with what comes first: the entries of the CTA's span, on their way, or of the warp's slice: its row
         and weight, for `run`. A CTA barrier must follow before `run`."""
-        item = self.schedule.open(ctx)
+        item = self.schedule.open(ctx, rHeader)
         row, weight = Int32(NO_ROW), Float32(0.0)
         if item.is_span:
             span = span_of(item.source, item.number, item.tokens, item.slices_log2, row_vectors(ctx), ctx.warps)

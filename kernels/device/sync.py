@@ -10,7 +10,7 @@ no ordering. (A word that no round has written for exactly 2^32 rounds would pas
 | -------------- | ------------------------------------- | ------------------------------------------------ |
 | `signal`       | st.release.sys                        | all that happens before it -> the flag           |
 | `wait_signal`  | ld.acquire.sys loop                   | the flag -> all that happens after it            |
-| `has_signaled` | ld.acquire.sys, of `Context`          | as `wait_signal`, if it holds                    |
+| `load_flag`    | ld.acquire.sys                        | as `wait_signal`, if it holds                    |
 | `store_ll`     | st.relaxed.sys                        | nothing: the value is in the word                |
 | `wait_ll`      | ld.relaxed.sys loop                   | nothing: the value is in the word                |
 | `block_all`    | barrier.cta.red.and.aligned           | one thread's wait -> the whole CTA, and verdict  |
@@ -53,6 +53,11 @@ if TYPE_CHECKING:
 def signal(flag: Int64, epoch: Int64) -> None:
     """Publish `epoch` at address `flag` (own or peer memory), after everything that happened before."""
     cute.arch.store(pointer(flag, Int64), epoch, sem="release", scope="sys")
+
+
+def load_flag(flag: Int64) -> Int64:
+    """What a flag at address `flag` holds; what happened before that was signaled happens before what follows."""
+    return cute.arch.load(pointer(flag, Int64), Int64, sem="acquire", scope="sys")
 
 
 def store_ll(word: Int64, value: Int32, epoch: Int64) -> None:

@@ -89,7 +89,7 @@ class Dispatch:
     def kernel(self, args: DispatchArgs) -> None:
         ctx, rounds = open_dispatch(args, self.peers, self.receive)
         control = control_cta(ctx.grid.send_ctas if self.send else ctx.ctas)
-        ctx.acknowledge(ctx.arena.dispatch_consumed, rounds.received, control)
+        ctx.acknowledge(rounds.received, control)
         alive = Boolean(True)
         if cutlass.const_expr(self.send):
             alive = self._send_half(ctx, rounds.sent if self.receive else None)

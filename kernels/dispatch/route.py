@@ -24,7 +24,7 @@ from cute_ep.kernels.device.memory import item_coord, row_address
 from cute_ep.kernels.device.sync import store_ll
 from cute_ep.kernels.device.twins import sync_twin
 from cute_ep.kernels.hooks import WeightReader
-from cute_ep.layouts.maps.arena import LL_BYTES, HeaderWord, StateWord, pack_messages
+from cute_ep.layouts.maps.arena import LL_BYTES, HeaderWord, pack_messages
 from cute_ep.layouts.maps.launch import THREADS, WARPS
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import BEYOND, MASKED_ENTRY, MAX_EXPERTS, MAX_RANKS, Phase, pack_entry
@@ -88,8 +88,7 @@ class Route:
             given, weight = self._load_span(ctx, span)
             self._load_before(ctx, span, self._place(ctx), rId)
             self._zero_counts(ctx)
-        word = StateWord.DISPATCH_SEND_EPOCH
-        alive = ctx.wait_all_ranks(ctx.arena.dispatch_consumed, ctx.epoch - 2, Phase.DISPATCH_CONSUMED, sent, word)
+        alive = ctx.wait_all_ranks(sent)
         if alive and span < end:
             if counts:
                 self._push_header(ctx)

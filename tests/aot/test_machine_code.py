@@ -243,13 +243,16 @@ def waits(code: list[str]) -> tuple[int, int, list[str]]:
 
 @GROUP
 def test_launches_wait_for_the_one_before(sass: Sass, variant: Variant) -> None:
-    """Before anything but the peer table, which no launch writes, is read, and before anything is stored; only then
-    the next launch may start."""
+    """Before anything is read but the peer table, which no launch writes, and flags by combines that send; and before
+    anything is stored. Only then the next launch may start."""
     code = sass(variant)
     (waited,) = (index for index, line in enumerate(code) if re.search(r"\bACQBULK\b", line))
     (released,) = (index for index, line in enumerate(code) if re.search(r"\bPREEXIT\b", line))
     loads = [line for line in code[:waited] if ANY_LOAD.search(line)]
-    assert waited < released and len(loads) <= 1
+    flags = [line for line in loads if FLAG_LOAD.search(line)]
+    dispatches, sends, _ = halves(variant)
+    assert waited < released and len(loads) - len(flags) <= 1 and len(flags) == (sends and not dispatches)
+    assert waits(code[:waited])[0] == len(flags), "they acquire"
     assert not [line for line in code[:released] if ANY_STORE.search(line)]
 
 
@@ -273,11 +276,11 @@ def test_posts_release_and_waits_acquire(sass: Sass, variant: Variant) -> None:
     assert releases == 1 + sends * (1 + escapes), "consumed; message_ready or return_ready, of chunks and of SENTINEL"
     assert relaxed_posts >= 4 if dispatches and sends else relaxed_posts == sends, "the table; the dispatch round"
     adds = piped and receives and "unweighted" not in variant.kernel  # pipelines look, wait and compare, too
-    looks = receives * (3 if dispatches else 1) + 2 * adds
+    looks = receives * (3 if dispatches else 1) + 2 * adds + (sends and not dispatches)
     meets = dispatches and receives
     assert acquiring == 2 * (sends + receives + meets + adds) + looks, (
-        "consumed, a slice, CTAs that meet, a run: once before the loop and once in it; behind payload, scales or row "
-        "scale that are SENTINEL"
+        "consumed, a slice, CTAs that meet, a run: once before the loop and once in it; consumed, early; behind "
+        "payload, scales or row scale that are SENTINEL"
     )
     assert relaxed_polls >= 4 if dispatches and receives else relaxed_polls == 2 * (receives + adds), (
         "words of the table, of an entry; the dispatch round, once before the loop and once in it"

@@ -12,11 +12,11 @@ UNCHANGED = "UNCHANGED"
 
 
 _ACKNOWLEDGE = {
-    "kernels/dispatch/kernel.py": "ctx.acknowledge(ctx.arena.dispatch_consumed, rounds.received, control)",
-    "kernels/combine/kernel.py": "ctx.acknowledge(ctx.arena.combine_consumed, rounds.received, control)",
+    "kernels/dispatch/kernel.py": "ctx.acknowledge(rounds.received, control)",
+    "kernels/combine/kernel.py": "ctx.acknowledge(rounds.received, control)",
 }
-_AWAITED = "alive = wait_signal(self.wait_context, flag, epoch, Awaited(tid, phase, Int32(0)))"
-_AFTER_COMBINE_WAIT = "ctx.arena.combine_consumed, ctx.epoch - 2, Phase.COMBINE_CONSUMED, sent, word)\n"
+_AWAITED = "self.wait_consumed(self.epoch - 2)"
+_AFTER_COMBINE_WAIT = "alive = ctx.wait_all_ranks(rounds.sent if self.receive else None)\n"
 _SPAN_STORED = """\
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
@@ -30,7 +30,7 @@ _SPAN_ENDS, _SPAN_ENDS_EARLY = _SPAN_STORED + _SPAN_SIGNALED, _SPAN_SIGNALED + _
 
 def _wait_for(epoch: str) -> tuple[Edit, ...]:
     """Senders wait for another round to be consumed."""
-    return (Edit("kernels/device/context.py", _AWAITED, _AWAITED.replace("flag, epoch,", f"flag, {epoch},")),)
+    return (Edit("kernels/device/context.py", _AWAITED, _AWAITED.replace("self.epoch - 2", epoch)),)
 
 
 def _acknowledge_if(condition: str) -> tuple[Edit, ...]:
@@ -43,6 +43,11 @@ def _acknowledge_if(condition: str) -> tuple[Edit, ...]:
 MUTANTS = {
     # senders do not wait before they overwrite: round n+2 returns before a late rank has read n
     "NO_CONSUMED_WAIT": Mutant("combines", _wait_for("Int64(0)")),
+    # a combine's look at the flags, before it waits for them, is content with two rounds less: the same
+    "EARLY_LOOK": Mutant(
+        "combines",
+        (Edit("kernels/device/context.py", "self.consumed >= due", "self.consumed >= due - 2"),),
+    ),
     # a receiving launch signals its own round as consumed, not the last completed one: the same
     "ACK_OWN_ROUND": Mutant(
         "combines",
@@ -70,12 +75,12 @@ MUTANTS = {
                 "kernels/dispatch/kernel.py",
                 "        alive = self.route_role.run(ctx, sent)\n",
                 "        alive = self.route_role.run(ctx, sent)\n"
-                "        ctx.acknowledge(ctx.arena.dispatch_consumed, received, control_cta(ctx.grid.send_ctas))\n",
+                "        ctx.acknowledge(received, control_cta(ctx.grid.send_ctas))\n",
             ),
             Edit(
                 "kernels/combine/kernel.py",
                 _AFTER_COMBINE_WAIT,
-                _AFTER_COMBINE_WAIT + "        ctx.acknowledge(ctx.arena.combine_consumed, rounds.received, control)\n",
+                _AFTER_COMBINE_WAIT + "        ctx.acknowledge(rounds.received, control)\n",
             ),
         ),
     ),
@@ -105,7 +110,7 @@ MUTANTS = {
         ),
     ),
     # senders wait for n-1, not n-2: the second `dispatch_async` waits for the first `dispatch_wait`
-    "WAIT_PREVIOUS": Mutant("split", _wait_for("epoch + 1")),
+    "WAIT_PREVIOUS": Mutant("split", _wait_for("self.epoch - 1")),
     # combine reads the header from the arena, not from the batch: it is a later dispatch's
     "ARENA_HEADER": Mutant(
         "two ahead",
@@ -359,8 +364,8 @@ MUTANTS = {
         (
             Edit(
                 "kernels/device/context.py",
-                "signal(consumed.address(self.peer_base, self.rank), received)",
-                "word = pointer(consumed.address(self.peer_base, self.rank), Int64)\n"
+                "signal(self.consumed_flags.address(self.peer_base, self.rank), received)",
+                "word = pointer(self.consumed_flags.address(self.peer_base, self.rank), Int64)\n"
                 '            cute.arch.store(word, received, sem="relaxed", scope="sys")',
             ),
         ),

@@ -16,6 +16,7 @@ from cute_ep.testing.verify import POISON, check_round, poison
 from cute_ep.testing.workloads import make_inputs
 
 from .conftest import connected
+from .runs import ONE_CTA
 from .workload import FEW, MANY, Workload, on_stream, synchronize
 
 
@@ -89,6 +90,45 @@ def test_rank_that_stops_before_combine(devices: list[str], tokens: int) -> None
             untouched = out.view(torch.uint8) == POISON
             assert untouched[from_absent].all()  # a token is summed only when all its rows are home
             assert (untouched | (out.view(torch.uint8) == wanted.view(torch.uint8))).all()  # other slices: all or none
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["", "launches start early"])
+@pytest.mark.parametrize("tokens", [64, MANY])
+def test_a_launch_behind_a_failed_wait_sends_and_sums_nothing(devices: list[str], tokens: int, early: bool) -> None:
+    """Whatever the flags say: rows of all others have come when rank 0 waits in vain in a dispatch of its own."""
+    ranks = len(devices)
+    cfg = EPConfig(2048, 64, 4, tokens, ranks, "bf16", timeout_s=1.5)
+    with connected(cfg, devices) as communicators:
+        batch = Workload(communicators, [tokens] * ranks, "uniform", 6)
+        if early:
+            for communicator in communicators:
+                communicator.tuning = ONE_CTA
+        dispatched, pending = [], []
+        torch.cuda.synchronize()
+        for rank, communicator in enumerate(communicators):
+            with on_stream(communicator):
+                dispatched.append(communicator.dispatch(*batch.arguments[rank], out=batch.buffers[rank]))
+        for rank, communicator in enumerate(communicators[1:], start=1):
+            with on_stream(communicator):
+                pending.append(communicator.combine_async(batch.rows[rank], dispatched[rank], mode="exact"))
+        first = communicators[0]
+        with on_stream(first):
+            first.dispatch(*batch.arguments[0])
+            first.combine(batch.rows[0], dispatched[0], mode="exact", out=batch.outs[0])
+        with pytest.raises(EPTimeout) as caught:
+            first.synchronize()
+        assert caught.value.phase == "ROUTE_TABLE"
+        assert (batch.outs[0].view(torch.uint8) == POISON).all()
+        for rank, communicator in enumerate(communicators[1:], start=1):
+            with on_stream(communicator):
+                communicator.combine_wait(pending[rank - 1], out=batch.outs[rank])
+        for rank, communicator in enumerate(communicators[1:], start=1):
+            with pytest.raises(EPTimeout) as caught:
+                communicator.synchronize()
+            assert caught.value.missing == (0,), rank
+            ids, untouched = batch.arguments[rank][1], batch.outs[rank].view(torch.uint8) == POISON
+            from_failed = ((ids >= 0) & (ids // cfg.local_experts == 0)).any(dim=1)
+            assert from_failed.any() and untouched[from_failed].all(), rank
 
 
 def test_split_calls_out_of_order_are_refused() -> None:
