@@ -90,7 +90,7 @@ class CombineSchedule:
         self.asked = shared.add("return_asked", 4, 2)
 
     def load_header(self, ctx: CombineContext) -> cute.Tensor:
-        """Begin to load the header of source `lane`, of which a launch has none where there is no such rank."""
+        """Begin to load the header of source `lane`; zeros in lanes beyond the ranks."""
         rHeader = cute.make_rmem_tensor(len(HeaderWord), Uint32)
         rHeader.fill(0)
         self._load_header(ctx, rHeader)
@@ -103,7 +103,8 @@ class CombineSchedule:
 
     @cute.jit
     def open(self, ctx: CombineContext, rHeader: cute.Tensor) -> FirstItem:
-        """Look at the headers, as of `load_header`. A CTA barrier must follow before any other method but `split`."""
+        """Find the items from the headers of `load_header`, which it changes. A CTA barrier must follow before any
+        other method but `split`."""
         sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
         tokens, returns = Int32(rHeader[int(HeaderWord.TOKENS)]), Int32(rHeader[int(HeaderWord.RETURNS)])
         log2, flagged = return_slices_log2(returns), Uint32(cute.arch.vote_ballot_sync(are_flagged(returns) != 0))

@@ -111,7 +111,7 @@ class Context:
 
     @property
     def consumed_flags(self) -> Region:
-        """(peer), where a peer signals which of this rank's rounds of the phase it has read."""
+        """(peer), the last round of the phase that each peer has read."""
         raise NotImplementedError
 
     @property
@@ -212,9 +212,9 @@ class Context:
         if tid < self.ranks:
             alive = self.wait_consumed(self.epoch - 2)
             if cutlass.const_expr(sent is not None):
-                due = self.epoch - 1
-                if alive & (sent != due):  # after a timeout, which was reported, the counts may differ
-                    report(self.wait_context, Awaited(self.rank, Phase.ORDER, Int32(int(self.EPOCHS))), due, sent)
+                before = self.epoch - 1
+                if alive & (sent != before):  # after a timeout, which was reported, the counts may differ
+                    report(self.wait_context, Awaited(self.rank, Phase.ORDER, Int32(int(self.EPOCHS))), before, sent)
                     alive = Boolean(False)
             sPeers[tid] = self.peer_base
         return self.block_all(alive)
@@ -282,8 +282,8 @@ class CombineContext(Context):
     """A launch of combine.
 
     Attributes:
-        consumed: where it sends, peer `tid`'s word of `consumed_flags` in the first R threads, read before the launch
-            before has ended: it only grows.
+        consumed: peer `tid`'s word of `consumed_flags`, read before `griddepcontrol.wait`, so it may be old; 0 in all
+            but the first R threads, and where the launch does not send.
     """
 
     EPOCHS: ClassVar = StateWord.COMBINE_SEND_EPOCH
@@ -300,8 +300,8 @@ class CombineContext(Context):
 
     @cute.jit
     def wait_consumed(self, due: Int64) -> Boolean:
-        """As in `Context`, with `consumed` for a first look. Dispatch would lose by that: its launches do not start
-        early, so the look would come on top (16 tokens 6.6 -> 7.7 us, of combine 7.9 -> 7.6; 2 x H200, 2026-11-29)."""
+        """As in `Context`, with `consumed` for a first look. Only combine has one: a dispatch of 16 tokens would take
+        7.7 us instead of 6.6 (2 x H200, 2026-11-29)."""
         alive = (self.consumed >= due) & self.not_aborted()
         if not alive:
             alive = Context.wait_consumed(self, due)
@@ -340,15 +340,14 @@ class Rounds:
 def open_dispatch(args: DispatchArgs, peers: Region, receive: bool) -> tuple[DispatchContext, Rounds]:
     """The context of a launch of dispatch, and the rounds before it."""
     arena = regions_of(args.arena, DeviceRegion)
-    place, _ = _find_place(args.group, args.grid, arena.peers, None, args.grid.packed, DispatchContext.TWINS)
+    place, _ = _find_place(args, arena, arena.dispatch_consumed, False, args.grid.packed, DispatchContext.TWINS)
     return _open(DispatchContext, args, arena, peers, place, receive)
 
 
 def open_combine(args: CombineArgs, peers: Region, send: bool, receive: bool) -> tuple[CombineContext, Rounds]:
     """The context of a launch of combine, and the rounds before it."""
     arena = regions_of(args.arena, DeviceRegion)
-    flags = arena.combine_consumed if send else None
-    place, consumed = _find_place(args.group, args.grid, arena.peers, flags, Int32(0), CombineContext.TWINS)
+    place, consumed = _find_place(args, arena, arena.combine_consumed, send, Int32(0), CombineContext.TWINS)
     return _open(CombineContext, args, arena, peers, place, receive, consumed=consumed)
 
 
@@ -377,18 +376,24 @@ def _open(
 
 @cute.jit
 def _find_place(
-    group: Group, grid: Grid, peers: Region, consumed: Region | None, packed: Int32, twins: cutlass.Constexpr
+    args: DispatchArgs | CombineArgs,
+    arena: ArenaRegions,
+    consumed: Region,
+    looks: cutlass.Constexpr,
+    packed: Int32,
+    twins: cutlass.Constexpr,
 ) -> tuple[Place, Int64]:
-    """Start reading the peer table, read peer `tid`'s word of `consumed` if these flags are given, and wait for the end
-    of the launch before. `packed` as in `Grid`, `twins` as `Context.TWINS`."""
+    """Start reading the peer table, read peer `tid`'s word of `consumed` if it `looks`, and wait for the end of the
+    launch before. `packed` as in `Grid`, `twins` as `Context.TWINS`."""
+    group, grid = args.group, args.grid
     tid = cute.arch.thread_idx()[0]
     if cutlass.const_expr(twins):
         tid = remainder(tid, THREADS)
-    gPeers = array(peers.address(group.arena), Int64, group.ranks)
+    gPeers = array(arena.peers.address(group.arena), Int64, group.ranks)
     peer_base, word = Int64(0), Int64(0)
     if tid < group.ranks:
         peer_base = gPeers[tid]
-        if cutlass.const_expr(consumed is not None):
+        if cutlass.const_expr(looks):
             word = load_flag(consumed.address(group.arena, tid))
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     if cutlass.const_expr(twins):

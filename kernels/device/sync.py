@@ -10,7 +10,7 @@ no ordering. (A word that no round has written for exactly 2^32 rounds would pas
 | -------------- | ------------------------------------- | ------------------------------------------------ |
 | `signal`       | st.release.sys                        | all that happens before it -> the flag           |
 | `wait_signal`  | ld.acquire.sys loop                   | the flag -> all that happens after it            |
-| `load_flag`    | ld.acquire.sys                        | as `wait_signal`, if it holds                    |
+| `load_flag`    | ld.acquire.sys                        | as `wait_signal`, for the epoch that it returns  |
 | `store_ll`     | st.relaxed.sys                        | nothing: the value is in the word                |
 | `wait_ll`      | ld.relaxed.sys loop                   | nothing: the value is in the word                |
 | `block_all`    | barrier.cta.red.and.aligned           | one thread's wait -> the whole CTA, and verdict  |
@@ -56,7 +56,7 @@ def signal(flag: Int64, epoch: Int64) -> None:
 
 
 def load_flag(flag: Int64) -> Int64:
-    """What a flag at address `flag` holds; what happened before that was signaled happens before what follows."""
+    """The epoch in the flag at address `flag`. What happened before it was signaled happens before what follows."""
     return cute.arch.load(pointer(flag, Int64), Int64, sem="acquire", scope="sys")
 
 

@@ -44,7 +44,7 @@
  * and RECEIVE (the receiving CTAs). A process for each runs beside the others, because the CTAs of a launch are not
  * ordered. A launch begins when the one before it on its stream has ended, and it has ended when its tasks have. The
  * epoch words move in that last step: no CTA reads them between the last CTA's store and the end of the launch. A
- * combine looks at "consumed" before it begins; that flag only grows, so a look that suffices does so later, too.
+ * combine that sends looks at "consumed" before it begins; that flag only grows, so what suffices then does so later.
  *
  * Payload. A payload cell (a slice of messages; a slice of what returns, in a slot that another rank may fill in
  * another round) holds the epoch whose data it holds, or TORN while stores to it may be on their way. Stores are not
