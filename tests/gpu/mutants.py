@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +75,11 @@ class Outcome:
     words: str
 
 
-def run(names: Sequence[str], timeout_s: float = 600) -> dict[str, Outcome]:
-    """Run mutants on their schedules, a process each, BESIDE of a GPU at a time, which each has alone."""
+def run(
+    names: Sequence[str], say: Callable[[str, Outcome], None] = lambda name, outcome: None, timeout_s: float = 600
+) -> dict[str, Outcome]:
+    """Run mutants on their schedules, a process each, BESIDE of a GPU at a time, which each has alone. `say`: called
+    with each that has ended."""
     from .mutant_worker import visible_gpus
 
     gpus = visible_gpus()
@@ -87,7 +90,9 @@ def run(names: Sequence[str], timeout_s: float = 600) -> dict[str, Outcome]:
 
         def run_one(numbered: tuple[int, str]) -> Outcome:
             with places[numbered[0] % len(gpus)]:
-                return run_there(*numbered)
+                outcome = run_there(*numbered)
+            say(numbered[1], outcome)
+            return outcome
 
         def run_there(number: int, name: str) -> Outcome:
             folder, gpu = Path(scratch, name), gpus[number % len(gpus)]
@@ -119,9 +124,12 @@ def main(arguments: Sequence[str]) -> int:
     if command == "build":
         build([name for name in names or MUTANTS if name != UNCHANGED])
         return 0
-    outcomes = run(names or known)
-    for name, outcome in outcomes.items():
+
+    def say(name: str, outcome: Outcome) -> None:
         sys.stdout.write(f"{name:18} {outcome.verdict:9} {outcome.words}\n")
+        sys.stdout.flush()
+
+    outcomes = run(names or known, say)
     wrong = {name for name, outcome in outcomes.items() if outcome.verdict not in expected(name)}
     return int(bool(wrong))
 

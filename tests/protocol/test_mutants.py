@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.gpu import mutants
+from tests.gpu import mutant_worker, mutants
 from tests.gpu.mail_schedules import NODES
 from tests.gpu.mistakes import MUTANTS, UNCHANGED
 from tests.gpu.schedules import CASES
@@ -44,3 +50,28 @@ def test_mutants_have_names_of_the_models_and_schedules_that_exist() -> None:
     names = {prefix + name for prefix, listed in found.items() for name in listed}
     assert MUTANTS.keys() - NOT_MODELED <= names and not NOT_MODELED & names
     assert {mutant.schedule for mutant in MUTANTS.values()} <= CASES.keys() | NODES.keys()
+
+
+def test_outcomes_are_said_when_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when all have ended: a run that is stopped has said what it found."""
+    verdicts = {"EQUAL": "hung", UNCHANGED: "survived"}
+    said: list[str] = []
+    second = threading.Event()
+
+    def start(folder: Path, words: Sequence[str], **environment: str) -> subprocess.Popen:
+        assert folder.name == UNCHANGED or second.wait(60), "the other one has ended, and was not said"
+        answer = f"print({json.dumps(json.dumps([verdicts[folder.name], 'so']))})"
+        return subprocess.Popen([sys.executable, "-c", answer], stdout=-1, stderr=-1, text=True)
+
+    def write(text: str) -> None:
+        said.append(text)
+        second.set()
+
+    monkeypatch.setattr(mutant_worker, "visible_gpus", lambda: ["0"])
+    monkeypatch.setattr(mutants, "make_tree", lambda name, folder: None)
+    monkeypatch.setattr(mutants, "start", start)
+    with monkeypatch.context() as patched:
+        patched.setattr(mutants.sys, "stdout", SimpleNamespace(write=write, flush=lambda: None))
+        code = mutants.main(["run", *verdicts])
+    assert said == [f"{UNCHANGED:18} survived  so\n", f"{'EQUAL':18} hung      so\n"]
+    assert code == 1, "it had to be found"
