@@ -10,6 +10,7 @@ from random import Random
 import torch
 
 from cute_ep.api.config import EPConfig
+from cute_ep.api.types import ROW_IDS
 from cute_ep.bench.machine import parse_devices
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.formats import FORMATS
@@ -90,6 +91,7 @@ class Deployment:
         options = {
             "shared expert": cfg.fused_shared_expert,
             "skip_a2a": cfg.skip_a2a,
+            f"experts of rows as {cfg.row_ids}": cfg.is_rank_major,
             "two streams": self.streams,
             "few and many tokens": cfg.max_tokens_per_rank > LAMPORT_TOKENS,
         }
@@ -174,7 +176,7 @@ def _config(random: Random, ranks: int, row_bytes: int) -> EPConfig:
         zero_padding=random.random() < 0.7,
     )
     if random.random() < 0.3 and not cfg.fused_shared_expert:
-        cfg = replace(cfg, row_order=RANK_MAJOR)
+        cfg = replace(cfg, row_order=RANK_MAJOR, row_ids=random.choice(ROW_IDS))
     if random.random() < 0.5 and local * top_k <= 16 and not cfg.fused_shared_expert:
         rows = cfg.peers * tokens * top_k  # enough for any routing
         cfg = replace(cfg, row_alignment=None, block_rows=align_up(max(2, rows), ATOM_ROWS))
