@@ -44,7 +44,8 @@ from cute_ep.kernels.combine.recv import CombineRecv
 from cute_ep.kernels.combine.ring import ALIGNMENT, PipelineParams
 from cute_ep.kernels.combine.send import CombineSend
 from cute_ep.kernels.device.block import launch_config, shared_array
-from cute_ep.kernels.device.context import CombineContext, Rounds, open_combine, peer_table
+from cute_ep.kernels.device.context import CombineContext
+from cute_ep.kernels.device.opening import Rounds, open_combine, peer_table
 from cute_ep.kernels.device.slices import control_cta
 from cute_ep.kernels.device.sync import block_all, count_exit
 from cute_ep.kernels.hooks import HookFunctions, WeightReader

@@ -1,18 +1,17 @@
-"""What every role of a launch starts from: its place, its arguments, its round, its own and its peers' arenas."""
+"""What every role of a launch starts from: its place, its arguments, its round, its own and its peers' arenas.
+`opening` makes it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.divide import Divisor, quotient, remainder
-from cute_ep.kernels.device.memory import DeviceRegion, array, part_at, pointer
-from cute_ep.kernels.device.slices import packed_cta
+from cute_ep.kernels.device.memory import array, part_at, pointer
 from cute_ep.kernels.device.sync import (
     Awaited,
     WaitContext,
@@ -24,12 +23,9 @@ from cute_ep.kernels.device.sync import (
     twin_all,
     wait_signal,
 )
-from cute_ep.kernels.device.twins import twin, twins_log2
-from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, ArenaRegions, StateWord, regions_of
+from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, ArenaRegions, StateWord
 from cute_ep.layouts.maps.arguments import (
     Batch,
-    CombineArgs,
-    DispatchArgs,
     Grid,
     Group,
     Ids,
@@ -41,9 +37,8 @@ from cute_ep.layouts.maps.arguments import (
     Sums,
     Wire,
 )
-from cute_ep.layouts.maps.launch import THREADS
-from cute_ep.layouts.maps.record import Region, RegionMap
-from cute_ep.layouts.maps.routing import INPUT_ERRORS, MASKED_ENTRY, MAX_RANKS, Phase
+from cute_ep.layouts.maps.record import Region
+from cute_ep.layouts.maps.routing import INPUT_ERRORS, MASKED_ENTRY, Phase
 
 
 def owns_shared(shared: SharedExpert, token: Int32) -> Boolean:
@@ -86,6 +81,8 @@ class Context:
         epoch: number of the round, from 1.
         peer_base: peer `tid`'s arena in the first R threads; `wait_all_ranks` stores it to sPeers, so that its latency
             overlaps with that of the first wait.
+        consumed: peer `tid`'s word of `consumed_flags`, read before `griddepcontrol.wait`, so it may be old; 0 in all
+            but the first R threads, and where the launch has not looked.
         sPeers: (peer) Int64, the peers' arenas.
         arena: the regions, as byte offsets from any arena's start.
     """
@@ -94,14 +91,17 @@ class Context:
     """Whether a wide CTA has twins."""
     EPOCHS: ClassVar[StateWord]
     """Epoch word of the phase's sent rounds; that of received ones follows it."""
+    FLAGS: ClassVar[str]
+    """The region of `consumed_flags`."""
     CONSUMED: ClassVar[Phase]
-    """The phase's wait for `consumed_flags`."""
+    """The wait for them."""
 
     tid: Int32
     cta: Int32
     ctas: Int32
     epoch: Int64
     peer_base: Int64
+    consumed: Int64
     sPeers: cute.Tensor
     group: Group
     arena: ArenaRegions
@@ -112,7 +112,8 @@ class Context:
     @property
     def consumed_flags(self) -> Region:
         """(peer), the last round of the phase that each peer has read."""
-        raise NotImplementedError
+        flags: Region = getattr(self.arena, self.FLAGS)
+        return flags
 
     @property
     def base(self) -> Int64:
@@ -259,6 +260,7 @@ class DispatchContext(Context):
     """A launch of dispatch."""
 
     EPOCHS: ClassVar = StateWord.DISPATCH_SEND_EPOCH
+    FLAGS: ClassVar = "dispatch_consumed"
     CONSUMED: ClassVar = Phase.DISPATCH_CONSUMED
     TWINS: ClassVar = True
 
@@ -268,10 +270,6 @@ class DispatchContext(Context):
     scales: Scales
 
     @property
-    def consumed_flags(self) -> Region:
-        return self.arena.dispatch_consumed
-
-    @property
     def entries(self) -> Int32:
         """Entries of this rank's tokens."""
         return self.input.tokens * self.top_k
@@ -279,24 +277,15 @@ class DispatchContext(Context):
 
 @dataclass(frozen=True)
 class CombineContext(Context):
-    """A launch of combine.
-
-    Attributes:
-        consumed: peer `tid`'s word of `consumed_flags`, read before `griddepcontrol.wait`, so it may be old; 0 in all
-            but the first R threads, and where the launch does not send.
-    """
+    """A launch of combine."""
 
     EPOCHS: ClassVar = StateWord.COMBINE_SEND_EPOCH
+    FLAGS: ClassVar = "combine_consumed"
     CONSUMED: ClassVar = Phase.COMBINE_CONSUMED
 
     rows: Rows
     batch: Batch
     sums: Sums
-    consumed: Int64
-
-    @property
-    def consumed_flags(self) -> Region:
-        return self.arena.combine_consumed
 
     @cute.jit
     def wait_consumed(self, due: Int64) -> Boolean:
@@ -327,91 +316,3 @@ class CombineContext(Context):
     def entries(self) -> Int32:
         """Entries of this rank's tokens."""
         return self.sums.tokens * self.top_k
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """Rounds of a launch's phase that the rank had completed before it: those sent, and those received."""
-
-    sent: Int64
-    received: Int64
-
-
-def open_dispatch(args: DispatchArgs, peers: Region, receive: bool) -> tuple[DispatchContext, Rounds]:
-    """The context of a launch of dispatch, and the rounds before it."""
-    arena = regions_of(args.arena, DeviceRegion)
-    place, _ = _find_place(args, arena, arena.dispatch_consumed, False, args.grid.packed, DispatchContext.TWINS)
-    return _open(DispatchContext, args, arena, peers, place, receive)
-
-
-def open_combine(args: CombineArgs, peers: Region, send: bool, receive: bool) -> tuple[CombineContext, Rounds]:
-    """The context of a launch of combine, and the rounds before it."""
-    arena = regions_of(args.arena, DeviceRegion)
-    place, consumed = _find_place(args, arena, arena.combine_consumed, send, Int32(0), CombineContext.TWINS)
-    return _open(CombineContext, args, arena, peers, place, receive, consumed=consumed)
-
-
-Opened = TypeVar("Opened", DispatchContext, CombineContext)
-Place = tuple[Int32, Int32, Int32, Int64]
-"""tid, cta, ctas and peer_base, as of `Context`."""
-
-
-def _open(
-    context: type[Opened],
-    args: DispatchArgs | CombineArgs,
-    arena: ArenaRegions,
-    peers: Region,
-    place: Place,
-    receive: bool,
-    **own: Int64,
-) -> tuple[Opened, Rounds]:
-    """`context`: the class, which says where its phase's epoch words are; own: its own attributes."""
-    rounds = _completed(arena.state.address(args.group.arena, int(context.EPOCHS)))
-    tid, cta, ctas, peer_base = place
-    epoch = (rounds.received if receive else rounds.sent) + 1
-    at = {"tid": tid, "cta": cta, "ctas": ctas, "epoch": epoch, "peer_base": peer_base}
-    records = args._asdict() | {"arena": arena} | own
-    return context(**at, sPeers=shared_array(peers, Int64), **records), rounds
-
-
-@cute.jit
-def _find_place(
-    args: DispatchArgs | CombineArgs,
-    arena: ArenaRegions,
-    consumed: Region,
-    looks: cutlass.Constexpr,
-    packed: Int32,
-    twins: cutlass.Constexpr,
-) -> tuple[Place, Int64]:
-    """Start reading the peer table, read peer `tid`'s word of `consumed` if it `looks`, and wait for the end of the
-    launch before. `packed` as in `Grid`, `twins` as `Context.TWINS`."""
-    group, grid = args.group, args.grid
-    tid = cute.arch.thread_idx()[0]
-    if cutlass.const_expr(twins):
-        tid = remainder(tid, THREADS)
-    gPeers = array(arena.peers.address(group.arena), Int64, group.ranks)
-    peer_base, word = Int64(0), Int64(0)
-    if tid < group.ranks:
-        peer_base = gPeers[tid]
-        if cutlass.const_expr(looks):
-            word = load_flag(consumed.address(group.arena, tid))
-    cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    if cutlass.const_expr(twins):
-        log2 = twins_log2(grid.warps)
-        cta, ctas = (cta << log2) + twin(), ctas << log2
-    cute.arch.griddepcontrol_wait()
-    if grid.pdl != 0:
-        cute.arch.griddepcontrol_launch_dependents()
-    return (tid, cutlass.select_(packed != 0, packed_cta(cta, ctas), cta), ctas, peer_base), word
-
-
-def _completed(word: Int64) -> Rounds:
-    """The two epoch words of a phase, of which this is the address of the first: one access."""
-    gWords = cute.make_tensor(pointer(word, Int64, align=16), cute.make_layout(2))
-    words = gWords.load()
-    return Rounds(words[0], words[1])
-
-
-def peer_table(regions: RegionMap) -> Region:
-    """Shared memory for the peers' arena addresses."""
-    return regions.add("peers", 8, MAX_RANKS)

@@ -38,7 +38,8 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.device.block import launch_config
-from cute_ep.kernels.device.context import DispatchContext, open_dispatch, peer_table
+from cute_ep.kernels.device.context import DispatchContext
+from cute_ep.kernels.device.opening import open_dispatch, peer_table
 from cute_ep.kernels.device.slices import control_cta
 from cute_ep.kernels.device.sync import count_exit, reset_counter
 from cute_ep.kernels.device.twins import TwinMap

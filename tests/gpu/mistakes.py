@@ -244,7 +244,7 @@ MUTANTS = {
     # a launch reads its rounds, and x, before the launch that starts it early has ended
     "EARLY_READ": Mutant(
         "combines",
-        (Edit("kernels/device/context.py", "    cute.arch.griddepcontrol_wait()\n", ""),),
+        (Edit("kernels/device/opening.py", "    cute.arch.griddepcontrol_wait()\n", ""),),
     ),
     # receiving warps of a CTA wait for each other before each slice, of which they have different numbers
     "RECEIVE_BARRIER": Mutant(
