@@ -27,6 +27,7 @@ from cute_ep.bench.timing import Runner
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.testing.launches import by_python
 from perf.cases import MAIN
+from perf.command_line import at_least_one
 
 TOKENS = (1, 16)
 FORMATS = ("bf16", "fp8")
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=TURNS, metavar="N", help=f"turns (default {TURNS})")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     args = parser.parse_args()
+    at_least_one(parser, turns=args.turns)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank)

@@ -24,6 +24,7 @@ from cute_ep.bench.machine import environment
 from cute_ep.runtime import trial
 from cute_ep.runtime.symmetric import Kind
 from perf.cases import MAIN
+from perf.command_line import at_least_one
 from perf.node_times import Pairs, time_graph
 
 TOKENS = (1, 128, 4096)
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=names, default=["descriptor", "ipc"], help="what is compared")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     args = parser.parse_args()
+    at_least_one(parser, turns=args.turns)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from cute_ep.api.errors import EPConfigError
-from perf.kernel_turns import HERE, Case, cases_of, main, measure_turns, places_of, side_of, table
+from perf.kernel_turns import HERE, Case, cases_of, measure_turns, places_of, side_of, table
 
 WORKER = """
 import json, os, sys, time
@@ -62,16 +61,6 @@ def test_a_side_that_does_not_answer_is_ended_and_named(places: dict[str, Path],
         assert side.ask(["bf16", 1, None, ["pair"], 5])
         with pytest.raises(RuntimeError, match=r"before: gave no answer in 0.3 s to \['bf16', 14"):
             side.ask(["bf16", 14, None, ["pair"], 5], deadline_s=0.3)
-
-
-@pytest.mark.parametrize("option", ["turns", "samples"])
-def test_numbers_below_one_are_refused(
-    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["kernel_turns", "--against", "elsewhere", f"--{option}", "0"])
-    with pytest.raises(SystemExit):
-        main()
-    assert f"{option} = 0: must be at least 1" in capsys.readouterr().err
 
 
 PACKAGES = {
