@@ -38,6 +38,8 @@ def main() -> int:
     parser.add_argument("--options", type=shlex.split, default=[], help="more words for each server, in one string")
     parser.add_argument("--logs", type=Path, help="folder to keep models and servers' logs in")
     args = parser.parse_args()
+    if args.requests < 1:
+        parser.error(f"requests = {args.requests}: must be at least 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and servers are ended, in their own groups
     framework = importlib.import_module(FRAMEWORKS[args.framework])
     result: dict[str, Any] = {"framework": args.framework, "requests": args.requests}

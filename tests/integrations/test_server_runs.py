@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.gpu import servers
 from tests.integrations.server_load import Answer, Request, Round, Said, draw_requests
 from tests.integrations.server_process import ServerError, healthy
 from tests.integrations.server_runs import Case, Outcome, Played, play_cases, print_summary, summary
@@ -119,3 +120,12 @@ def test_a_summary_tells_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> No
     print_summary(failed)
     said = capsys.readouterr().out
     assert "ours eager 1 / theirs eager 1" in said and said.count("wrong: ") == 5 and "log\n" not in said
+
+
+def test_rounds_without_requests_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["servers", "vllm", "--requests", "0"])
+    with pytest.raises(SystemExit):
+        servers.main()
+    assert "requests = 0: must be at least 1" in capsys.readouterr().err
