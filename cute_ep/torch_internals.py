@@ -41,7 +41,7 @@ PARTS = {
     "get_proxy_mode": Part("torch.fx.experimental.proxy_tensor", "get_proxy_mode", "rounds are not recomputed"),
     "AsyncCollectiveTensor": Part(COLLECTIVES, "AsyncCollectiveTensor", "torchtitan's experts hear numbers of tokens"),
     "all_to_all_single": Part(COLLECTIVES, "all_to_all_single", "torchtitan's experts hear numbers of tokens"),
-    "sleep_on_gpu": Part("torch.cuda", "_sleep", "perf queues work behind it"),
+    "sleep_on_gpu": Part("torch.cuda", "_sleep", "benchmarks queue work behind it"),
 }
 """By our name."""
 

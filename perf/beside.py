@@ -1,35 +1,29 @@
-"""A pair beside a matmul: how much longer each takes than alone, and what a layer takes, by SM budget.
+"""A pair beside a matmul: how much longer each takes than alone, and what a layer takes, by SM budget; also DeepEP's.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m perf.beside --library build/library
     PYTHONPATH=where/deepep/is python -m torch.distributed.run ... -m perf.beside --peers deepep_normal
 
-The pair, a BF16 dispatch and partial combine of MAIN, is on a stream of higher priority than the matmul, MATMUL in
-BF16, which cuBLAS is told to leave so many SMs (`cublasSetSmCountTarget`). Times are us of CUDA-graph replay, of the
-slowest GPU, medians of SAMPLES. Each is measured alone, and *beside* the other, which is then at work all the time.
-*layer* is one pair and the matmuls of a layer of so many tokens, begun at once; *apart*, where both have all SMs, is
-one after the other. Nothing waits for a row of the other, so *layer* is what no overlap of a layer can beat.
+The pair is a BF16 dispatch and partial combine of MAIN, the matmul MATMUL. *layer* is one pair and the matmuls of a
+layer of so many tokens, begun at once; *apart*, where both have all SMs, is one after the other.
+`cute_ep.bench.beside` says how times are taken. `cute-ep tune --beside` finds a budget for another matmul.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from cute_ep import connect
+from cute_ep.bench.beside import Beside, Matmul
 from cute_ep.bench.machine import environment
-from cute_ep.torch_internals import sleep_on_gpu
-from perf.cases import MAIN, Shape
+from perf.cases import MAIN
 from perf.cells import markdown
 from perf.command_line import budgets_of
 from perf.nvshmem import preload
@@ -43,92 +37,8 @@ OURS = "cute_ep"
 PEERS = (OURS, "deepep_normal")
 TOKENS, SMS = "1024,4096", "4,8,12,16,24,32,64,all"
 LAYER_WIDTH = 2048
-"""Of the experts' intermediate rows: a token of k entries takes 6 k hidden LAYER_WIDTH operations."""
-SAMPLES, PAIRS, MATMULS = 20, 8, 4
-SLEEP_CYCLES = 1_000_000
-"""Until all ranks have queued what begins at once."""
-
-
-class Matmul(NamedTuple):
-    """[rows, inner] times [inner, columns]."""
-
-    rows: int
-    inner: int
-    columns: int
-
-    def in_layer(self, tokens: int, shape: Shape = MAIN) -> float:
-        """How many of it a rank's grouped matmuls of a layer are, of tokens a rank."""
-        operations = 6 * tokens * shape.top_k * shape.hidden * LAYER_WIDTH
-        return operations / (2 * self.rows * self.inner * self.columns)
-
-
+"""Of the experts' intermediate rows."""
 MATMUL = Matmul(8192, 7168, 4096)
-
-
-class Repeated:
-    """A graph of calls on a stream.
-
-    Attributes:
-        us: of one call, alone.
-    """
-
-    def __init__(self, host: Host, stream: torch.cuda.Stream, calls: int, call: Callable[[int], object]) -> None:
-        self.stream, self.calls = stream, calls
-        self.graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            for number in range(SETS):
-                call(number)
-            torch.cuda.synchronize()
-            self.graph.capture_begin(capture_error_mode="thread_local")
-            for number in range(calls):
-                call(number % SETS)
-            self.graph.capture_end()
-        self.us = times(host, (self, 1))[0] / calls
-
-    def replays(self, us: float) -> int:
-        """How many last so long."""
-        return max(1, math.ceil(us / (self.us * self.calls)))
-
-
-def times(host: Host, *work: tuple[Repeated, int]) -> list[float]:
-    """us of so many replays of each, begun at once: of the slowest GPU, the median."""
-    samples: list[list[float]] = []
-    for _ in range(SAMPLES + 3):
-        torch.cuda.synchronize()
-        host.highest([0.0])
-        spans = []
-        for one, replays in work:
-            with torch.cuda.stream(one.stream):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                sleep_on_gpu(SLEEP_CYCLES)
-                start.record()
-                for _ in range(replays):
-                    one.graph.replay()
-                end.record()
-            spans.append((start, end))
-        torch.cuda.synchronize()
-        samples.append(host.highest([start.elapsed_time(end) * 1e3 for start, end in spans]))
-    return [median(column) for column in zip(*samples[3:], strict=True)]
-
-
-def beside(host: Host, one: Repeated, other: Repeated) -> float:
-    """us of a call of `one` while `other` is at work, for at least four times as long as it takes alone."""
-    return times(host, (one, 1), (other, other.replays(4 * one.us * one.calls)))[0] / one.calls
-
-
-def layer(host: Host, pair: Repeated, matmul: Repeated, matmuls: float) -> float:
-    """us of a pair and so many matmuls, as many pairs as a graph has, begun at once."""
-    return max(times(host, (pair, 1), (matmul, _replays(pair, matmul, matmuls)))) / pair.calls
-
-
-def apart(host: Host, pair: Repeated, matmul: Repeated, matmuls: float) -> float:
-    """us of the same one after the other: power or heat may hold up as many matmuls more than one."""
-    return sum(times(host, (pair, 1)) + times(host, (matmul, _replays(pair, matmul, matmuls)))) / pair.calls
-
-
-def _replays(pair: Repeated, matmul: Repeated, matmuls: float) -> int:
-    return max(1, round(matmuls * pair.calls / matmul.calls))
 
 
 @contextmanager
@@ -158,41 +68,24 @@ def deepep_work(me: Rank, tokens: int, sms: int | None, library: Path | None) ->
     yield next(normal_works(Rank(me.rank, me.world, me.shape, [tokens])))
 
 
-def set_matmul_sms(sms: int) -> None:
-    """How many SMs cuBLAS takes on this thread and GPU from now on; 0: all."""
-    cublas = ctypes.CDLL(f"libcublas.so.{(torch.version.cuda or '0').split('.')[0]}")
-    status = cublas.cublasSetSmCountTarget(ctypes.c_void_p(torch.cuda.current_blas_handle()), sms)
-    assert status == 0, f"cublasSetSmCountTarget({sms}): {status}"
-
-
 def measure(
     host: Host, me: Rank, peer: str, tokens: int, budgets: Sequence[int | None], library: Path | None
 ) -> Iterator[dict]:
     """For each budget a row where the matmul leaves it alone ("left": its SMs), then one where it leaves nothing."""
     open_work = our_work if peer == OURS else deepep_work
-    on, above = torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-1)
-    every = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    a = torch.randn(MATMUL.rows, MATMUL.inner, device="cuda").bfloat16()
-    b = torch.randn(MATMUL.inner, MATMUL.columns, device="cuda").bfloat16()
-    c = torch.empty(MATMUL.rows, MATMUL.columns, dtype=torch.bfloat16, device="cuda")
+    matmuls = MATMUL.in_layer(tokens, me.shape.top_k, me.shape.hidden, LAYER_WIDTH)
+    streams = Beside(host.highest, MATMUL, matmuls)
     for sms in budgets:
         with open_work(me, tokens, sms, library) as work:
 
-            def both(index: int, work: Work = work) -> None:
-                work.dispatch(index)
-                work.combine(index)
+            def both(number: int, work: Work = work) -> None:
+                work.dispatch(number % SETS)
+                work.combine(number % SETS)
 
-            pair = Repeated(host, above, PAIRS, both)
+            pair = streams.pair(both)
             for left in dict.fromkeys((sms or 0, 0)):
-                with torch.cuda.stream(on):
-                    set_matmul_sms(every - left if left else 0)
-                matmul = Repeated(host, on, MATMULS, lambda _: torch.mm(a, b, out=c))
-                row = {"peer": peer, "tokens": tokens, "sms": sms, "left": left, "matmuls": MATMUL.in_layer(tokens)}
-                row |= {"pair_us": pair.us, "matmul_us": matmul.us, "pair_beside_us": beside(host, pair, matmul)}
-                row |= {"matmul_beside_us": beside(host, matmul, pair)}
-                row |= {"layer_us": layer(host, pair, matmul, row["matmuls"])}
-                yield row | ({"apart_us": apart(host, pair, matmul, row["matmuls"])} if sms is None else {})
-                del matmul
+                row = {"peer": peer, "tokens": tokens, "sms": sms, "left": left, "matmuls": matmuls}
+                yield row | streams.measure(pair, left, in_turn=sms is None)
             del pair
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.presets import format_names, token_counts
+from cute_ep.cli import tune_beside
 from cute_ep.cli.common import (
     add_budget_argument,
     add_device_arguments,
@@ -52,11 +53,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", metavar="T[,T]", help=f"tokens of every rank (default {TOKENS})")
     parser.add_argument("--format", metavar="F[,F]", help="token formats (default all that hold the shape)")
     parser.add_argument("--quick", action="store_true", help=f"fewer numbers of tokens: {QUICK_TOKENS}")
+    parser.add_argument(
+        "--beside",
+        metavar="RxIxC",
+        help="instead, find which budget of SMs suits a layer whose matmuls, [R, I] times [I, C], run beside it: "
+        f"measures pairs of {tune_beside.TOKENS} {tune_beside.FORMAT} tokens, if no others are named; keeps nothing",
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure, print and write, each format when it is done. Returns 0; EPConfigError where there is no GPU, the shape
     breaks a rule, or the file with the tables is damaged."""
+    if args.beside is not None:
+        return tune_beside.run(args, console)
     from cute_ep.bench.machine import describe_devices, parse_devices
 
     model = chosen_shape(args)

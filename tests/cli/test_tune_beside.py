@@ -1,0 +1,104 @@
+"""`cute-ep tune --beside` where it needs no GPU: what it refuses, the table, the advice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rich.console import Console
+
+from cute_ep.api.config import EPConfig
+from cute_ep.bench import beside, measure
+from cute_ep.cli import tune_beside
+from cute_ep.cli.common import print_table
+from cute_ep.cli.main import main
+from cute_ep.runtime.communicator import Communicator
+
+MATMUL = "8192x7168x4096"
+REFUSED = [
+    (["8192x7168"], "beside = '8192x7168': must be ROWSxINNERxCOLUMNS"),
+    (["8192x0x4096"], "positive numbers such as 8192x7168x4096"),
+    (["axbxc"], "beside = 'axbxc'"),
+    ([MATMUL, "--sms", "24"], "sms = 24: --beside tries budgets itself"),
+    ([MATMUL, "--quick"], "quick = True: --beside tries budgets itself"),
+    ([MATMUL, "--tokens", "0"], "tokens = '0': must be positive"),
+    ([MATMUL, "--format", "fp5"], "fp5"),
+    ([MATMUL, "--devices", "cpu"], "devices = 'cpu': tune measures GPUs"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=lambda value: " ".join(value)[:30] if value else None)
+def test_wrong_arguments_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["tune", "--beside", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_of_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert main(["tune", "--beside", MATMUL]) == 2
+    assert "devices = 'auto': a matmul runs beside one rank of a GPU, so name a GPU a rank" in capsys.readouterr().err
+
+
+def rows(in_turn: float, *layers: tuple[int | None, float]) -> list[dict]:
+    """All SMs first."""
+    made = [{"sms": sms, **dict.fromkeys(tune_beside.COLUMNS, 1.0), "layer_us": us} for sms, us in layers]
+    made[0]["apart_us"] = in_turn
+    for row in made[1:]:
+        del row["apart_us"]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("in_turn", "layers", "advice"),
+    [
+        (4430, [(None, 4503), (16, 4432)], "sms=None, in turn: at once a layer takes 4432 us at best, in turn 4430"),
+        (4430, [(None, 4503), (16, 4400)], "sms=None, in turn"),  # less than GAIN
+        (4430, [(None, 4000), (16, 4100)], "sms=None, in turn"),  # no budget
+        (5500, [(None, 5400), (16, 5200), (24, 5100)], "sms=24, at once: at once a layer takes 5100 us at best"),
+    ],
+)
+def test_the_advice_is_the_fastest_budget_that_gains(
+    in_turn: float, layers: list[tuple[int | None, float]], advice: str
+) -> None:
+    assert tune_beside.advice(rows(in_turn, *layers)).startswith(advice)
+
+
+def test_a_line_for_each_budget(capsys: pytest.CaptureFixture) -> None:
+    cfg = EPConfig(7168, 256, 8, 4096, 2, "bf16")
+    print_table(Console(width=160), tune_beside.table_of(cfg, rows(4430, (None, 4503), (16, 4432))))
+    out = capsys.readouterr().out
+    assert "bf16, 4096 tokens / rank" in out
+    (every,) = [line.split() for line in out.splitlines() if " all " in line]
+    (some,) = [line.split() for line in out.splitlines() if " 16 " in line]
+    assert "4503" in every and "4430" in every and "4432" in some and "4430" not in some
+
+
+def test_each_budget_is_measured_with_one_matmul_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the reference backend, without streams and rounds, in which none of its ranks waits for another."""
+    made: list = []
+    rounds: set = set()
+
+    class Beside:
+        def __init__(self, highest: beside.Highest, matmul: beside.Matmul, matmuls: float) -> None:
+            made.append(matmuls)
+
+        def pair(self, call):
+            for number in range(3):
+                call(number)
+            return call
+
+        def measure(self, pair, left: int, *, in_turn: bool) -> dict[str, float]:
+            return {"left": left, "in_turn": in_turn}
+
+    def run_round(communicator: Communicator, batch: measure.Batch, operation: str) -> None:
+        rounds.add((communicator.rank, batch.buffers.tokens.shape[0], operation))
+
+    monkeypatch.setattr(beside, "Beside", Beside)
+    monkeypatch.setattr(measure, "run_round", run_round)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    cfg, model = EPConfig(64, 8, 2, 8, 2, "bf16"), tune_beside.Preset("tiny", 64, 32, 8, 2)
+    found = tune_beside.measure(cfg, model, ["cpu", "cpu"], None, beside.Matmul(8, 64, 4), Console(quiet=True))
+    assert [row["sms"] for row in found] == [None, *tune_beside.BUDGETS]
+    assert [row["left"] for row in found] == [0, *tune_beside.BUDGETS]
+    assert [row["in_turn"] for row in found] == [True] + [False] * len(tune_beside.BUDGETS)
+    assert made == [6 * 8 * 2 * 64 * 32 / (2 * 8 * 64 * 4)] * 2
+    assert rounds == {(rank, cfg.max_rows, "pair") for rank in range(2)}
