@@ -27,6 +27,7 @@ from cute_ep.api.errors import EPConfigError
 from cute_ep.api.presets import format_names, token_counts
 from cute_ep.bench.machine import environment, parse_devices
 from cute_ep.bench.measure import CHAINED, PARTS
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR, ROW_ORDERS, RowOrder
 from perf.cases import MAIN
 from perf.cells import markdown
 from perf.command_line import at_least_one, budgets_of, words_of
@@ -93,10 +94,10 @@ class Side:
 
 
 @contextmanager
-def side_of(name: str, folder: Path, worker: Path = WORKER) -> Iterator[Side]:
-    """Run the worker with a checkout's own packages and kernels."""
+def side_of(name: str, folder: Path, worker: Path = WORKER, order: RowOrder = EXPERT_MAJOR) -> Iterator[Side]:
+    """Run the worker with a checkout's own packages and kernels, and rows in this order."""
     path = os.pathsep.join([str(folder.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-P", str(worker), "build/library"]
+    command = [sys.executable, "-P", str(worker), "build/library", order]
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -151,11 +152,13 @@ def main() -> int:
     parser.add_argument("--tokens", default=TOKENS, metavar="T[,T]", help="of every rank (default: %(default)s)")
     parser.add_argument("--sms", default="all", metavar="N[,N]", help="budgets of SMs (default: %(default)s)")
     parser.add_argument("--operations", default=OPERATIONS, metavar="O[,O]", help="(default: %(default)s)")
+    parser.add_argument("--order", choices=ROW_ORDERS, default=EXPERT_MAJOR, help="of rows (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=7, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--samples", type=int, default=100, metavar="N", help="of a turn (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="for all times, as JSON, behind each turn")
     args = parser.parse_args()
-    operations = words_of(parser, "operations", args.operations, MEASURED)
+    known = MEASURED if args.order == EXPERT_MAJOR else [one for one in MEASURED if "exact" not in one]
+    operations = words_of(parser, "operations", args.operations, known)
     budgets = budgets_of(parser, args.sms)
     at_least_one(parser, turns=args.turns, samples=args.samples)
     try:
@@ -166,7 +169,7 @@ def main() -> int:
         parser.error(str(error))
     times: Times = {}
     with ExitStack() as stack:
-        sides = [stack.enter_context(side_of(name, folder)) for name, folder in places.items()]
+        sides = [stack.enter_context(side_of(name, folder, order=args.order)) for name, folder in places.items()]
         for times in measure_turns(sides, cases, args.turns, args.samples):
             if args.out:
                 args.out.parent.mkdir(parents=True, exist_ok=True)

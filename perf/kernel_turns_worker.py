@@ -1,4 +1,5 @@
-"""Measures for `perf.kernel_turns`, with the packages of the checkout in which it runs: `... LIBRARY`.
+"""Measures for `perf.kernel_turns`, with the packages of the checkout in which it runs: `... LIBRARY ORDER`, the
+order of rows.
 
 Each line of its input is [format, tokens of a rank, SMs or null, operations, samples] as JSON; it answers with a line,
 {operation: p50 in us}. Ranks and inputs of a case are kept until it ends. It must run with older checkouts, so it uses
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 
 from cute_ep.bench.machine import parse_devices
 from cute_ep.bench.measure import make_sets, measure
@@ -20,6 +22,7 @@ from perf.cases import MAIN
 
 def main() -> None:
     """Answer until the input ends."""
+    library, order = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what else is printed is no answer
     devices, kept = parse_devices("auto", MAIN.num_experts), {}
@@ -28,7 +31,9 @@ def main() -> None:
             fmt, tokens, sms, operations, samples = json.loads(line)
             if (fmt, tokens, sms) not in kept:
                 cfg = MAIN.config(fmt, len(devices), tokens)
-                ranks = stack.enter_context(connected(cfg, devices, sms=sms, library=sys.argv[1]))
+                if order != "expert_major":
+                    cfg = replace(cfg, row_order=order)
+                ranks = stack.enter_context(connected(cfg, devices, sms=sms, library=library))
                 kept[fmt, tokens, sms] = ranks, make_sets(cfg, devices, tokens, "uniform")
             found = measure(*kept[fmt, tokens, sms], operations, samples)
             print(json.dumps({case["operation"]: case["p50_us"] for case in found}), file=answers, flush=True)

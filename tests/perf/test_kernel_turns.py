@@ -68,7 +68,7 @@ PACKAGES = {
     "cute_ep/bench/measure.py": """
 import os
 def make_sets(cfg, devices, tokens, routing):
-    return [*cfg, *devices, tokens, routing]
+    return [cfg.fmt, cfg.ranks, cfg.row_order, *devices, tokens, routing]
 def measure(ranks, sets, operations, samples):
     print("said")
     os.write(1, b"by C")
@@ -83,23 +83,40 @@ def connected(cfg, devices, sms, library):
     yield [len(calls), sms, library]
 """,
     "perf/cases.py": """
+from dataclasses import dataclass
+@dataclass
+class Config:
+    fmt: str
+    ranks: int
+    tokens: int
+    row_order: str = "as before there were others"
 class MAIN:
     num_experts = 7
-    config = staticmethod(lambda fmt, ranks, tokens: [fmt, ranks, tokens])
+    config = Config
 """,
 }
 """What the worker needs of a checkout, which tells what it was given."""
 
 
-def test_the_worker_runs_with_the_packages_of_its_checkout_and_keeps_its_ranks(tmp_path: Path) -> None:
+def install(checkout: Path) -> None:
+    """Put PACKAGES there."""
     for name, source in PACKAGES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(source)
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text(source)
+
+
+def test_the_worker_runs_with_the_packages_of_its_checkout_and_keeps_its_ranks(tmp_path: Path) -> None:
+    install(tmp_path)
     with side_of("before", tmp_path) as side:
         answers = [side.ask(["fp8", tokens, sms, ["pair"], 5]) for tokens, sms in ((2, None), (2, 24), (2, None))]
-    told = [2, "uniform", 5]
-    first = {"pair": [1, None, "build/library", "fp8", 1, 2, "auto:7", *told]}
-    assert answers == [first, {"pair": [2, 24, "build/library", "fp8", 1, 2, "auto:7", *told]}, first]
+    told = ["build/library", "fp8", 1, "as before there were others", "auto:7", 2, "uniform", 5]
+    assert answers == [{"pair": [1, None, *told]}, {"pair": [2, 24, *told]}, {"pair": [1, None, *told]}]
+
+
+def test_the_worker_measures_rows_in_the_order_that_is_asked_for(tmp_path: Path) -> None:
+    install(tmp_path)
+    with side_of("before", tmp_path, order="rank_major") as side:
+        assert side.ask(["bf16", 2, None, ["pair"], 5])["pair"][5] == "rank_major"
 
 
 def test_combines_are_measured_once_whatever_the_format_of_tokens() -> None:
