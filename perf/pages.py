@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from cute_ep.bench.timing import LARGE_TOKENS
 from perf import node_pages
 from perf.cases import MAIN, QUICK_FORMATS
 from perf.cells import by_tokens, markdown, partial_name, time_cell
@@ -25,6 +26,7 @@ from perf.tables import (
     orders_table,
     ranks_text,
     software_text,
+    sweep_table,
     taken_text,
 )
 from perf.values import TIE, exact_pairs, medians, ranked_pairs
@@ -81,6 +83,17 @@ def orders_text(run: dict) -> str:
     dispatches = [case for case in run["orders"] if case["operation"] == "dispatch"]
     table = orders_table(dispatches, named=False)
     return f"Dispatch by the order of rows, over the floor in brackets:\n\n{table}" if table else ""
+
+
+def budgets_text(run: dict) -> str:
+    """Times of many tokens by SM budget; "" where ceilings of budgets were not measured."""
+    if not run["sm_ceilings"]:
+        return ""
+    many = [case for case in run["sweep"] if case["tokens"] >= LARGE_TOKENS]
+    return (
+        "By SM budget; in brackets over the time of the fastest kernel that moves the same bytes on as many SMs and "
+        f"waits for nothing (`perf.sm_ceiling`):\n\n{sweep_table(many, run['sm_ceilings'])}"
+    )
 
 
 def host_text(run: dict, catalogue: str) -> str:
@@ -175,7 +188,8 @@ def section(runs: Mapping[str, dict], places: Places) -> str:
     page, more = places.readme, link(places.more, places.readme)
     lines, elsewhere = loss_lines(losses(run)), {other_name: list(losses(other)) for other_name, other in others}
     for other_name, found in elsewhere.items():
-        lines += [f"{other_name}, {line}" for line in loss_lines(loss for loss in found if loss.case == PARTIAL)]
+        about = f"{other_name} ({measured_text(runs[other_name])})"
+        lines += [f"{about}, {line}" for line in loss_lines(loss for loss in found if loss.case == PARTIAL)]
     often = any(loss.case != PARTIAL for found in elsewhere.values() for loss in found)
     left_out = f"; of other runs only partial pairs, they lose more: [{more}]({more})" if often else ""
     known = "\n".join(f"- {line}" for line in lines)
@@ -208,6 +222,7 @@ def run_text(name: str, runs: Mapping[str, dict], places: Places) -> list[str]:
         peers_table(run, "pair", sizes=README_TOKENS) if name == next(iter(runs)) else fastest_table(run),
         conditions_text(run),
         orders_text(run),
+        budgets_text(run),
         host_text(run, link(places.catalogue, page)),
         f"[The README]({link(places.readme, page)}#speed) says where others were faster."
         if name == next(iter(runs))

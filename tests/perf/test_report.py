@@ -83,7 +83,8 @@ def test_report_keeps_runs_and_writes_documents(tmp_path: Path, monkeypatch: pyt
     one = write_run(tmp_path / "build/one", slower)
     assert reported(monkeypatch, root, one) == 0
     added = sorted(set(readme.read_text().splitlines()) - set(once.splitlines()))
-    assert len(added) == 2 and added[0].startswith("- h200x1, partial pair: nccl ag rs bf16 at 4096 (1.5, ours ")
+    about = f"h200x1 ({tables.measured_text(slower)})"
+    assert len(added) == 2 and added[0].startswith(f"- {about}, partial pair: nccl ag rs bf16 at 4096 (1.5, ours ")
     assert "of other runs only partial pairs, they lose more" in added[1]
     slower["cases"] = [one for one in slower["cases"] if one["operation"] not in ("pair_exact", "combine_exact")]
     assert reported(monkeypatch, root, write_run(one, slower)) == 0

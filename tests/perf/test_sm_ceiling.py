@@ -17,7 +17,7 @@ from cute_ep.api.types import RowOrder
 from cute_ep.bench.traffic import LAUNCHES, count_routing, traffic
 from cute_ep.layouts.maps.routing import EXPERT_MAJOR, RANK_MAJOR, ROW_ORDERS
 from cute_ep.testing.workloads import RankInputs, make_inputs
-from perf import runs, sm_ceiling, suite, tables
+from perf import pages, runs, sm_ceiling, suite, tables
 from perf.row_buffers import ITEM_WORDS, MOST_SOURCES, RowBuffers
 from perf.row_moves import BUFFERS, NONE, ROW_BITS, buffer_of, buffer_rows, moves_of
 from tests.perf.example import case, example_run
@@ -194,6 +194,18 @@ def test_the_table_of_budgets_has_times_over_the_ceiling() -> None:
     old = tables.page(run)
     assert "## SM budgets\n\n" in old and "| dispatch | bf16 | 128 | 30.0 | 30.0 |" in old
     assert tables.SM_CEILING_TEXT not in old
+
+
+def test_the_page_has_budgets_of_many_tokens_where_their_ceilings_were_measured() -> None:
+    run = example_run()
+    run["sweep"] += [case("dispatch", "bf16", 1024, 60.0, [[1, 1]], sms=8)]
+    assert pages.budgets_text(run) == ""
+    run["sm_ceilings"] = [{"operation": "dispatch", "format": "bf16", "tokens": 1024, "p50_us": 48.0, "sms": 8}]
+    assert pages.budgets_text(run).splitlines()[2:] == [
+        "| operation | format | tokens per rank | 8 SMs |",
+        "|---|---|---|---|",
+        "| dispatch | bf16 | 1024 | 60.0 (1.25) |",
+    ]
 
 
 def test_a_kept_run_has_its_ceilings(tmp_path: Path) -> None:
