@@ -6,7 +6,7 @@ pictures of layouts, for `cute-ep layout`. This file exports what is not in `map
 """
 
 from cute_ep.layouts.draw import layout_svg, layout_table
-from cute_ep.layouts.tiles.layout import Layout, LayoutError, Swizzle, col_major, row_major
+from cute_ep.layouts.tiles.layout import Layout, LayoutError, Swizzle, row_major
 from cute_ep.layouts.tiles.tile_tensor import TileTensor
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "LayoutError",
     "Swizzle",
     "TileTensor",
-    "col_major",
     "layout_svg",
     "layout_table",
     "row_major",

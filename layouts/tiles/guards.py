@@ -1,4 +1,4 @@
-"""What a tile, a vector, a distribution or a copy must satisfy.
+"""What a tile, a vector or a distribution must satisfy.
 
 Each function raises LayoutError naming the verb, the rule and the values.
 """
@@ -7,15 +7,7 @@ from __future__ import annotations
 
 from math import prod
 
-from cute_ep.layouts.tiles.layout import (
-    ENUMERATED_SIZE,
-    IntTuple,
-    Layout,
-    LayoutError,
-    Swizzle,
-    is_injective,
-    row_major,
-)
+from cute_ep.layouts.tiles.layout import Layout, LayoutError, is_injective, row_major
 
 
 def require_flat(verb: str, shape: tuple) -> None:
@@ -69,66 +61,11 @@ def require_threads(shape: tuple, threads: Layout) -> None:
     require_tiles("distribute", shape, tuple(mode.size for mode in threads))
 
 
-def require_plain_swizzle(swizzle: Swizzle, shape: tuple, stride: tuple, threads: Layout, element_size: int) -> None:
-    """Swizzling a thread's base places its whole fragment as swizzling every offset would.
-
-    Mojo swizzles the base only. That is the swizzled layout when the fragment's steps leave the swizzle's
-    bits alone, and another permutation otherwise.
-    """
-    view = Layout(shape, stride)
-    if view.size > ENUMERATED_SIZE:
-        raise LayoutError(f"distribute: {view} is too large to check {swizzle}")
-    fragment = Layout(*fragment_modes(shape, stride, threads))
-    for tid in range(threads.size):
-        start = sum(c * d for c, d in zip(threads.offset2crd(tid), stride, strict=True))
-        for step in map(fragment, range(fragment.size)):
-            if start % element_size or step % element_size:
-                raise LayoutError(f"distribute: {swizzle} counts elements of {element_size}, {start}+{step} is none")
-            whole = swizzle((start + step) // element_size)
-            if whole != swizzle(start // element_size) + step // element_size:
-                raise LayoutError(f"distribute: steps of {fragment} touch the bits of {swizzle}, at thread {tid}")
-
-
-def require_same_shape(shape: tuple, other: tuple, element_size: int, other_element_size: int) -> None:
-    """Both views have the same extents and vector width; Mojo pairs other shapes in two different orders."""
-    if tuple(shape) != tuple(other) or element_size != other_element_size:
-        raise LayoutError(
-            f"copy_from: {tuple(shape)} of {element_size} lanes from {tuple(other)} of {other_element_size}"
-        )
-
-
-def require_bounds(bound: int | slice, extent: int) -> tuple[int, int | None]:
-    """(start, length) of a Python slice of step 1, negative ends wrapped; of an int, (start, None)."""
-    if not isinstance(bound, slice):
-        if not -extent <= bound < extent:
-            raise LayoutError(f"slice: {bound} is outside an extent of {extent}")
-        return (bound + extent if bound < 0 else bound), None
-    start = 0 if bound.start is None else bound.start
-    stop = extent if bound.stop is None else bound.stop
-    if bound.step not in (None, 1):
-        raise LayoutError(f"slice: {bound} of an extent of {extent} needs step 1")
-    start, stop = (end + extent if end < 0 else end for end in (start, stop))
-    if not 0 <= start < stop <= extent:
-        raise LayoutError(f"slice: {bound} is empty or outside an extent of {extent}")
-    return start, stop - start
-
-
-def require_row_major(layout: Layout, element_size: int, shape: tuple) -> Layout:
-    """`shape`, row-major in elements of `element_size`, if `layout` is row-major without gaps."""
-    relabelled = row_major(*shape)
-    if relabelled.size != layout.size:
-        raise LayoutError(f"reshape: {relabelled.shape} has not the {layout.size} elements of {layout.shape}")
-    for (extent, stride), (_, expected) in zip(layout.modes, row_major(layout.shape).modes, strict=True):
-        if extent > 1 and stride != expected * element_size:
-            raise LayoutError(f"reshape: {layout} is not row-major")
-    return Layout(relabelled.shape, _times(relabelled.stride, element_size))
-
-
 def require_inner_tiles(layout: Layout, shape: tuple) -> tuple[Layout, Layout]:
     """(outer, inner) layouts of a parent whose modes are (outer, inner) leaves and whose tiles are `shape`.
 
-    Only what `row_major` and `col_major` build over nested modes counts, and not where the first leaves
-    alone are gapless, which is what a block-first layout looks like.
+    Only a row-major or a column-major layout over nested modes counts, and not where the first leaves alone are
+    gapless, which is what a block-first layout looks like.
     """
     if any(not isinstance(extent, tuple) or len(extent) != 2 for extent in layout.shape) or layout.depth != 2:
         raise LayoutError(
@@ -146,15 +83,6 @@ def require_inner_tiles(layout: Layout, shape: tuple) -> tuple[Layout, Layout]:
     return outer, inner
 
 
-def part_bounds(extent: int, index: int, count: int, align: int) -> tuple[int, int]:
-    """(start, stop) of part `index` of `count`: ceil(extent / count) up to `align`, the last one shorter."""
-    part = -(-extent // (count * align)) * align
-    start, stop = index * part, min((index + 1) * part, extent)
-    if not 0 <= index < count or start >= stop:
-        raise LayoutError(f"split: part {index} of {count} of an extent of {extent} is empty")
-    return start, stop
-
-
 def _merged(modes: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """(extent, stride) of leaves, each merged into the one before where strides line up."""
     merged: list[tuple[int, int]] = []
@@ -164,10 +92,6 @@ def _merged(modes: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((extent, stride))
     return merged
-
-
-def _times(stride: IntTuple, factor: int) -> IntTuple:
-    return tuple(_times(item, factor) for item in stride) if isinstance(stride, tuple) else stride * factor
 
 
 def fragment_modes(shape: tuple, stride: tuple, threads: Layout) -> tuple[tuple, tuple]:

@@ -76,9 +76,6 @@ class Layout:
             return sum(_offset(entry, *mode) for entry, mode in zip(coord, self.modes, strict=True))
         return _offset(coord, self.shape, self.stride)
 
-    def __len__(self) -> int:
-        return self.rank
-
     def __getitem__(self, index: int) -> Layout:
         """Mode `index` as a layout of its own. Raises LayoutError where there is no such mode."""
         shape, stride = (self.shape, self.stride) if isinstance(self.shape, tuple) else ((self.shape,), (self.stride,))
@@ -172,11 +169,6 @@ def row_major(*shape: IntTuple) -> Layout:
         strides.append(step if extent > 1 else 0)
         step *= extent
     return Layout(shape, _renest(shape, iter(reversed(strides))))
-
-
-def col_major(*shape: IntTuple) -> Layout:
-    """The compact layout of `shape` whose first leaf has stride 1; modes may be nested."""
-    return Layout(_shape_arguments(shape))
 
 
 def is_injective(layout: Layout) -> bool:

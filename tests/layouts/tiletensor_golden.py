@@ -7,7 +7,7 @@ stride 16, `dyn8x12` run-time extents (row-major), `rmn2.4x3.5` / `cmn...` neste
 from pathlib import Path
 
 from cute_ep.layouts.maps.scales import atom_shape_stride
-from cute_ep.layouts.tiles.layout import Layout, Swizzle, col_major, row_major
+from cute_ep.layouts.tiles.layout import Layout, Swizzle, row_major
 from cute_ep.layouts.tiles.tile_tensor import TileTensor
 
 CASES = dict(
@@ -38,11 +38,9 @@ def _layout(text):
     if text.startswith("pad"):
         shape, row_stride = text[3:].split("s")
         return Layout(_ints(shape, "x"), (int(row_stride), 1))
-    order = col_major if text.startswith("cm") else row_major
     digits = text.lstrip("rmcndy")
-    if "." in digits:
-        return order(*(_ints(mode, ".") for mode in digits.split("x")))
-    return order(*_ints(digits, "x"))
+    shape = tuple(_ints(mode, ".") for mode in digits.split("x")) if "." in digits else _ints(digits, "x")
+    return Layout(shape) if text.startswith("cm") else row_major(*shape)
 
 
 def _view(text):
@@ -68,19 +66,6 @@ def _distribute(parent, threads, tid):
 
 def _vectorize_distribute(parent, lanes, threads, tid):
     return _view(parent).vectorize(*_ints(lanes, "x")).distribute(_layout(threads), int(tid)).offsets()
-
-
-def _vectorize_distribute_swizzled(parent, lanes, threads, swizzle, tid):
-    view = _view(parent).vectorize(*_ints(lanes, "x"))
-    return view.distribute(_layout(threads), int(tid), Swizzle(*_ints(swizzle, ","))).offsets()
-
-
-def _slice(parent, bounds):
-    return _view(parent).slice(*(slice(*_ints(bound, ":")) for bound in bounds.split(","))).offsets()
-
-
-def _split_part(parent, count, index):
-    return _view(parent).split_part(int(index[1:]), int(count[1:])).offsets()
 
 
 def _mojo_text(layout):
@@ -122,11 +107,6 @@ KINDS = {
     "vec": _vectorize,
     "dist": _distribute,
     "vecdist": _vectorize_distribute,
-    "vecdistsw": _vectorize_distribute_swizzled,
-    "slice": _slice,
-    "splitdyn": _split_part,
-    "transpose": lambda parent: _view(parent).transpose().offsets(),
-    "coalesce": lambda parent: _view(parent).coalesce().offsets(),
     "rmn": _nested_row_major,
     "int": _by_int,
     "idx2crd": _coordinates,
