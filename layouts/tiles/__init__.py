@@ -1,1 +1,1 @@
-"""Layouts and swizzles, and TileTensor: views by tile, vectorize and distribute."""
+"""Layouts and swizzles, and TileTensor: views by tile and distribute."""

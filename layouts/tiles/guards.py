@@ -1,11 +1,9 @@
-"""What a tile, a vector or a distribution must satisfy.
+"""What a tile or a distribution must satisfy.
 
 Each function raises LayoutError naming the verb, the rule and the values.
 """
 
 from __future__ import annotations
-
-from math import prod
 
 from cute_ep.layouts.tiles.layout import Layout, LayoutError, is_injective, row_major
 
@@ -33,24 +31,6 @@ def require_tile_coord(shape: tuple, tile: tuple[int, ...], coord: tuple) -> Non
     for extent, size, position in zip(shape, tile, coord, strict=True):
         if not 0 <= position < extent // size:
             raise LayoutError(f"tile: coordinate {coord} is outside {shape} in tiles of {tile}")
-
-
-def require_lanes(shape: tuple, stride: tuple, lanes: tuple[int, ...], base: int = 0) -> None:
-    """A block of `lanes` is contiguous in memory, and every block starts at a multiple of its size.
-
-    Mojo reads the contiguous scalars at the block's corner whatever its strides; a GPU faults on a vector
-    that is not aligned to its size.
-    """
-    require_tiles("vectorize", shape, lanes)
-    width = prod(lanes)
-    block = [(size, step) for size, step in zip(lanes, stride, strict=True) if size > 1]
-    if block and _merged(block) != [(width, 1)]:
-        raise LayoutError(f"vectorize: lanes {lanes} over strides {stride} are not {width} contiguous elements")
-    for extent, step, size in zip(shape, stride, lanes, strict=True):
-        if extent != size and step * size % width:
-            raise LayoutError(f"vectorize: a step of {step * size} elements misaligns vectors of {width}")
-    if base % width:
-        raise LayoutError(f"vectorize: base {base} misaligns vectors of {width}")
 
 
 def require_threads(shape: tuple, threads: Layout) -> None:
@@ -81,17 +61,6 @@ def require_inner_tiles(layout: Layout, shape: tuple) -> tuple[Layout, Layout]:
     if shape != inner.shape:
         raise LayoutError(f"tile: the tiles of {layout} are {inner.shape}, not {shape}")
     return outer, inner
-
-
-def _merged(modes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(extent, stride) of leaves, each merged into the one before where strides line up."""
-    merged: list[tuple[int, int]] = []
-    for extent, stride in modes:
-        if merged and merged[-1][0] * merged[-1][1] == stride:
-            merged[-1] = (merged[-1][0] * extent, merged[-1][1])
-        else:
-            merged.append((extent, stride))
-    return merged
 
 
 def fragment_modes(shape: tuple, stride: tuple, threads: Layout) -> tuple[tuple, tuple]:

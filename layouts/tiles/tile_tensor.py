@@ -1,40 +1,36 @@
-"""`TileTensor`: a view into memory that is tiled, vectorised and dealt out to threads, after Mojo's type.
+"""`TileTensor`: a view into memory that is tiled and dealt out to threads, after Mojo's type.
 
 A view has offsets, which are Python ints, and no storage. Where Mojo's type reads the wrong elements without an error,
 this one raises LayoutError. What kernels take of a row (`share` in `kernels/device/memory.py`) is written as a layout
-and tested against these verbs: the same verbs over a `cute.Tensor` cost five kernels 8 bytes of spills and up to 80
+and tested against `distribute`: such verbs over a `cute.Tensor` cost five kernels 8 bytes of spills and up to 80
 instructions (sm_90a, DSL 4.8.1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from math import prod
 
 from cute_ep.layouts.tiles.guards import (
     fragment_modes,
     require_inner_tiles,
-    require_lanes,
     require_threads,
     require_tile_coord,
     require_tiles,
 )
-from cute_ep.layouts.tiles.layout import Layout, LayoutError
+from cute_ep.layouts.tiles.layout import Layout
 
 
 @dataclass(frozen=True)
 class TileTensor:
-    """A view: coordinate c stands for the `element_size` contiguous elements at base + layout(c).
+    """A view: coordinate c stands for the element at base + layout(c).
 
-    Strides and base count scalars, also after `vectorize`. Every verb returns a new view of the same memory; all
-    raise LayoutError instead of clipping, rounding or reading other elements.
+    Every verb returns a new view of the same memory; all raise LayoutError instead of clipping, rounding or reading
+    other elements.
     """
 
     layout: Layout
     base: int = 0
-    element_size: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout.shape, tuple):
@@ -46,12 +42,11 @@ class TileTensor:
         return self.layout.shape
 
     def offsets(self) -> list[int]:
-        """Every memory offset, over the view's coordinates in row-major order, vector lanes innermost.
+        """Every memory offset, over the view's coordinates in row-major order.
 
         A nested mode counts as one axis, walked leftmost-fastest.
         """
-        corners = (self.base + self.layout(coord) for coord in self._coords())
-        return [corner + lane for corner in corners for lane in range(self.element_size)]
+        return [self.base + self.layout(coord) for coord in product(*(range(mode.size) for mode in self.layout))]
 
     def tile(self, shape: tuple, coord: tuple) -> TileTensor:
         """Tile number `coord` of the view cut into tiles of `shape`.
@@ -70,15 +65,6 @@ class TileTensor:
         step = zip(coord, shape, self.layout.stride, strict=True)
         return self._view(Layout(shape, self.layout.stride), sum(c * size * d for c, size, d in step))
 
-    def vectorize(self, *lanes: int) -> TileTensor:
-        """The view in elements of prod(lanes) contiguous scalars: extents divided, strides multiplied."""
-        if self.element_size != 1:
-            raise LayoutError(f"vectorize: the elements are already vectors of {self.element_size}")
-        require_lanes(self.shape, self.layout.stride, lanes, self.base)
-        shape = tuple(extent // size for extent, size in zip(self.shape, lanes, strict=True))
-        stride = tuple(step * size for step, size in zip(self.layout.stride, lanes, strict=True))
-        return TileTensor(Layout(shape, stride), self.base, prod(lanes))
-
     def distribute(self, threads: Layout, tid: int) -> TileTensor:
         """The elements of thread `tid`: every threads.shape-th one from the thread's coordinate on (cyclic).
 
@@ -88,8 +74,5 @@ class TileTensor:
         offset = sum(c * d for c, d in zip(threads.offset2crd(tid), self.layout.stride, strict=True))
         return self._view(Layout(*fragment_modes(self.shape, self.layout.stride, threads)), offset)
 
-    def _coords(self) -> Iterator[tuple[int, ...]]:
-        return product(*(range(mode.size) for mode in self.layout))
-
     def _view(self, layout: Layout, offset: int) -> TileTensor:
-        return TileTensor(layout, self.base + offset, self.element_size)
+        return TileTensor(layout, self.base + offset)

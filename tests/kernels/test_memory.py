@@ -1,4 +1,4 @@
-"""Which words of a row a thread takes, by the layouts of kernels and by the verbs of `TileTensor`."""
+"""Which words of a row a thread takes, by the layouts of kernels and by `TileTensor`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .host import run_map
 SEGMENTS = 5
 WORDS = 4
 BASE = 1 << 40
-ROW = TileTensor(Layout((SEGMENTS * LANES * WORDS,), (1,)))
+ROW = TileTensor(Layout((SEGMENTS * LANES,), (WORDS,)))
+"""First words of a row's vectors."""
 
 
 def addresses(place, *inputs: np.ndarray) -> np.ndarray:
@@ -32,7 +33,7 @@ def addresses(place, *inputs: np.ndarray) -> np.ndarray:
     return low.astype(np.int64) + (high.astype(np.int64) << 32)
 
 
-def test_a_lane_takes_the_vectors_that_vectorize_and_distribute_give_it() -> None:
+def test_a_lane_takes_the_vectors_that_distribute_gives_it() -> None:
     first, lane = (axis.ravel().astype(np.int32) for axis in np.mgrid[:SEGMENTS, :LANES])
     for turn in range(SEGMENTS):
 
@@ -41,7 +42,7 @@ def test_a_lane_takes_the_vectors_that_vectorize_and_distribute_give_it() -> Non
 
         found = addresses(place, first, lane)
         for start, thread, offset in zip(first, lane, found, strict=True):
-            own = ROW.vectorize(WORDS).distribute(Layout((LANES,), (1,)), int(thread))
+            own = ROW.distribute(Layout((LANES,), (1,)), int(thread))
             if start + turn < SEGMENTS:
                 corner = own.base + own.layout(int(start) + turn)
                 assert offset == 4 * corner, (start, thread, turn)

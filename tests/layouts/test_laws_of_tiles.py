@@ -65,7 +65,7 @@ def test_another_thread_order_only_renames_threads(case):
         assert left == right
 
 
-def test_vectorize_and_distribute_is_the_tiled_copy_of_cute():
+def test_distribute_over_vectors_is_the_tiled_copy_of_cute():
     """`make_tiled_copy_tv(atom, threads, (1, V))`, partitioned for each thread over the coordinates."""
     with cute_context() as cute:
         import cutlass
@@ -79,10 +79,11 @@ def test_vectorize_and_distribute_is_the_tiled_copy_of_cute():
             atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), cutlass.Float32, num_bits_per_copy=32 * lanes)
             order = cute.make_layout(threads.shape, stride=threads.stride)
             copy = cute.make_tiled_copy_tv(atom, order, cute.make_layout((1, lanes), stride=(lanes, 1)))
-            layout = row_major(*shape)
+            layout, vectors = row_major(*shape), Layout((shape[0], shape[1] // lanes), (shape[1], lanes))
             for tid in range(threads.size):
                 theirs = copy.get_slice(tid).partition_S(cute.make_identity_tensor(shape))
                 coords = [theirs[index] for index in range(cute.size(theirs))]
-                ours = TileTensor(layout).vectorize(1, lanes).distribute(threads, tid)
-                assert sorted(layout(coord) for coord in coords) == sorted(ours.offsets())
-                assert [layout(coord) for coord in coords[:lanes]] == ours.offsets()[:lanes]
+                corners = TileTensor(vectors).distribute(threads, tid).offsets()
+                ours = [corner + lane for corner in corners for lane in range(lanes)]
+                assert sorted(layout(coord) for coord in coords) == sorted(ours)
+                assert [layout(coord) for coord in coords[:lanes]] == ours[:lanes]

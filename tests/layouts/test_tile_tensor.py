@@ -13,7 +13,7 @@ def view(text, **options):
 
 
 def test_every_kind_of_golden_case_is_interpreted():
-    assert len(golden.CASES) == 55
+    assert len(golden.CASES) == 45
     assert {case.split("/")[0] for case in golden.CASES} == set(golden.KINDS)
 
 
@@ -43,10 +43,10 @@ def test_distribute_is_a_slice_of_zipped_divide():
             assert TileTensor(parent).distribute(threads, tid).offsets() == theirs
 
 
-def test_views_compose_and_keep_base_and_width():
-    tile = view("(8,16):(16,1)", base=1000).tile((4, 8), (1, 1)).vectorize(1, 4)
-    assert (tile.base, tile.element_size, str(tile.layout)) == (1000 + 64 + 8, 4, "(4,2):(16,4)")
-    assert tile.distribute(row_major(4, 2), 3).offsets() == [1092, 1093, 1094, 1095]
+def test_views_compose_and_keep_their_base():
+    tile = view("(8,16):(16,1)", base=1000).tile((4, 8), (1, 1))
+    assert (tile.base, str(tile.layout)) == (1000 + 64 + 8, "(4,8):(16,1)")
+    assert tile.distribute(row_major(4, 2), 3).offsets() == [1089, 1091, 1093, 1095]
 
 
 def test_a_nested_parent_is_outer_first_and_nothing_else():
@@ -61,20 +61,6 @@ def test_a_nested_parent_is_outer_first_and_nothing_else():
 
 
 # Where Mojo's answer is another one. Its numbers below were printed by the same library as the golden file.
-
-
-def test_divergence_vectorize_of_a_block_that_is_not_contiguous():
-    """Mojo's vector (1, 1) of vectorize[4,4] on 16x16 is 68..83; the 4x4 block is 68..71, 84..87, ..."""
-    with pytest.raises(LayoutError, match="not 16 contiguous"):
-        view("(16,16):(16,1)").vectorize(4, 4)
-    block = view("(16,16):(16,1)").tile((4, 4), (1, 1)).offsets()
-    assert block[:8] == [68, 69, 70, 71, 84, 85, 86, 87] != list(range(68, 76))
-
-
-def test_divergence_vectorize_rounds_up():
-    """Mojo gives vectorize[1,4] of 6 columns two vectors, the second half outside."""
-    with pytest.raises(LayoutError, match="4 does not divide the extent 6"):
-        view("(4,6):(8,1)").vectorize(1, 4)
 
 
 def test_divergence_distribute_rounds_down():
@@ -104,9 +90,6 @@ def test_divergence_tile_of_a_blocked_product():
         (lambda: view("(8,12):(12,1)").tile((2, 4), (-1, 0)), "outside"),
         (lambda: view("(8,12):(12,1)").tile((2, 4), (0,)), "does not fit"),
         (lambda: view("(8,12):(12,1)").tile((2,), (0, 0)), "one positive int per mode"),
-        (lambda: view("(8,12):(10,1)").vectorize(1, 4), "misaligns"),
-        (lambda: view("(8,12):(12,1)", base=2).vectorize(1, 4), "base 2 misaligns"),
-        (lambda: view("(8,12):(12,1)").vectorize(1, 4).vectorize(1, 3), "already vectors of 4"),
         (lambda: view("(8,12):(12,1)").distribute(Layout((2, 2), (1, 4)), 0), "does not number its threads"),
         (lambda: view("(8,12):(12,1)").distribute(Layout((2, 2), (1, 0)), 0), "does not number its threads"),
         (lambda: view("(8,12):(12,1)").distribute(row_major(2, 2), 4), "offset 4"),
@@ -116,8 +99,7 @@ def test_divergence_tile_of_a_blocked_product():
     ],
     ids=[
         *("a tile that does not divide", "a tile behind the end", "a tile before the beginning"),
-        *("a coordinate of fewer modes", "a tile of fewer modes", "vectors that rows misalign"),
-        *("vectors that the base misaligns", "vectors of vectors", "threads with gaps", "threads with one number"),
+        *("a coordinate of fewer modes", "a tile of fewer modes", "threads with gaps", "threads with one number"),
         *("a thread that is none", "threads of fewer modes", "threads over a nested mode", "threads of a nested mode"),
     ],
 )
@@ -135,7 +117,7 @@ def moved(verb, change):
 
     def wrong(self, *arguments):
         result = original(self, *arguments)
-        return TileTensor(result.layout, change(self, result, *arguments), result.element_size)
+        return TileTensor(result.layout, change(self, result, *arguments))
 
     return wrong
 
@@ -147,27 +129,14 @@ def blocked_fragment(shape, stride, threads):
 
 
 def column_major_offsets(self):
-    corners = [self.base + self.layout(index) for index in range(self.layout.size)]
-    return [corner + lane for corner in corners for lane in range(self.element_size)]
-
-
-def lanes_outermost(self):
-    corners = [self.base + self.layout(coord) for coord in self._coords()]
-    return [corner + lane for lane in range(self.element_size) for corner in corners]
+    return [self.base + self.layout(index) for index in range(self.layout.size)]
 
 
 def column_major_threads(self, threads, tid):
     return DISTRIBUTE(self, Layout(threads.shape), tid)
 
 
-def strides_in_vectors(self, *lanes):
-    """Vector strides divided by the width, as if the base moved by whole vectors."""
-    result = VECTORIZE(self, *lanes)
-    stride = tuple(step // result.element_size for step in result.layout.stride)
-    return TileTensor(Layout(result.layout.shape, stride), result.base, result.element_size)
-
-
-DISTRIBUTE, VECTORIZE = TileTensor.distribute, TileTensor.vectorize
+DISTRIBUTE = TileTensor.distribute
 MODULE = "cute_ep.layouts.tiles.tile_tensor"
 
 MUTANTS = {
@@ -183,9 +152,7 @@ MUTANTS = {
     ),
     "distribute deals blocks": (MODULE, "fragment_modes", blocked_fragment),
     "distribute numbers threads column-major": (TileTensor, "distribute", column_major_threads),
-    "vectorize divides strides": (TileTensor, "vectorize", strides_in_vectors),
     "offsets column-major": (TileTensor, "offsets", column_major_offsets),
-    "lanes outermost": (TileTensor, "offsets", lanes_outermost),
     "nested tile takes the first leaf": (
         MODULE,
         "require_inner_tiles",

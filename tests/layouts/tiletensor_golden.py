@@ -56,16 +56,8 @@ def _nested_tile(parent, coord):
     return view.tile(tuple(inner for _, inner in view.shape), _ints(coord, ",")).offsets()
 
 
-def _vectorize(parent, lanes):
-    return _view(parent).vectorize(*_ints(lanes, "x")).offsets()
-
-
 def _distribute(parent, threads, tid):
     return _view(parent).distribute(_layout(threads), int(tid)).offsets()
-
-
-def _vectorize_distribute(parent, lanes, threads, tid):
-    return _view(parent).vectorize(*_ints(lanes, "x")).distribute(_layout(threads), int(tid)).offsets()
 
 
 def _mojo_text(layout):
@@ -104,9 +96,7 @@ def _scale_factors(extents, vector):
 KINDS = {
     "tile": _tile,
     "ntile": _nested_tile,
-    "vec": _vectorize,
     "dist": _distribute,
-    "vecdist": _vectorize_distribute,
     "rmn": _nested_row_major,
     "int": _by_int,
     "idx2crd": _coordinates,
