@@ -21,15 +21,13 @@ from cute_ep.kernels.device.arith import LOST, VECTOR_ELEMENTS, accumulate, opaq
 from cute_ep.kernels.device.atoms import move, plain, send
 from cute_ep.kernels.device.block import shared_array, shared_share
 from cute_ep.kernels.device.context import CombineContext
-from cute_ep.kernels.device.memory import WORDS, Share, part_at, row_address, row_at, share
+from cute_ep.kernels.device.memory import WORDS, Share, element, part_at, row_address, row_at, share
 from cute_ep.kernels.device.slices import SEGMENT, from_lane
-from cute_ep.kernels.device.sync import signal
+from cute_ep.kernels.device.sync import signal, word_address
 from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import CONSUMER_SEGMENTS, CONSUMERS, MOST_STAGES, PIPELINES
 from cute_ep.layouts.maps.record import RegionMap
-
-FLAG_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,9 @@ class Consumer:
         rSum.fill(0.0)
         column = number * (CONSUMER_SEGMENTS * SEGMENT) + ctx.lane
         stages, row_bytes = self.ring.stages(ctx, pipeline), self.ring.row_bytes(ctx)
-        part = opaque(stages.begin + column * VECTOR_BYTES)
+        part = opaque(part_at(stages.begin, column * VECTOR_BYTES))
         place, state, marks = part, PipelineState(stages.first, Int32(0)), Int32(0)
-        aside = part + stages.count * row_bytes
+        aside = part_at(part, stages.count * row_bytes)
         while marks & int(Mark.STOP) == 0:
             self.ring.take(state, rHeader)
             header = header_of(rHeader)
@@ -82,7 +80,7 @@ class Consumer:
             else:
                 self._end_span(ctx, state.stage, header)
                 self.ring.leave(ctx, state.stage)
-            place, state = place + row_bytes, PipelineState(state.stage + 1, state.phase)
+            place, state = part_at(place, row_bytes), PipelineState(state.stage + 1, state.phase)
             if state.stage == stages.first + stages.count:
                 place, state = part, PipelineState(stages.first, state.phase ^ 1)
 
@@ -213,8 +211,8 @@ class Consumer:
         cute.arch.sync_warp()
         before = Int32(0)
         if ctx.lane == 0:
-            before = cute.arch.atomic_add(sStored.iterator + stage, Int32(1), sem="acq_rel", scope="cta")
+            before = cute.arch.atomic_add(element(sStored, stage), Int32(1), sem="acq_rel", scope="cta")
         cute.arch.sync_warp()
         last = (from_lane(before, 0) + 1) % CONSUMERS == 0
         if last & (ctx.lane < header.number):
-            signal(row_address(header.target, ctx.lane, FLAG_BYTES), sEpoch[0])
+            signal(word_address(header.target, ctx.lane), sEpoch[0])

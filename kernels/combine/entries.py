@@ -28,6 +28,7 @@ from cute_ep.kernels.device.divide import Divisor, division_magic, quotient
 from cute_ep.kernels.device.lamport import region_of
 from cute_ep.kernels.device.memory import WORDS, array, row_address, share, words_at
 from cute_ep.kernels.device.slices import SEGMENT
+from cute_ep.layouts.maps.arena import RETURN_TOKEN
 from cute_ep.layouts.maps.launch import WIDE_WARPS
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import MAX_TOP_K, NO_ROW
@@ -136,7 +137,7 @@ class EntryStages:
                 Fact.TOKENS: span.tokens,
                 Fact.STEPS: steps,
                 Fact.STEPS_MAGIC: division_magic(Uint32(steps)),
-                Fact.PITCH: region.stride[1],
+                Fact.PITCH: region.stride[RETURN_TOKEN],
                 Fact.FIRST: span.first,
                 Fact.END: cutlass.min(row_vectors(ctx), span.last * SEGMENT),
             }

@@ -24,7 +24,7 @@ from cute_ep.kernels.device.context import CombineContext
 from cute_ep.kernels.device.lamport import region_of
 from cute_ep.kernels.device.memory import part_at, row_address
 from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, without_lowest
-from cute_ep.layouts.maps.arena import CHUNK, chunk_of
+from cute_ep.layouts.maps.arena import CHUNK, RETURN_SLOT, RETURN_TOKEN, chunk_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import PIPELINES
 from cute_ep.layouts.maps.routing import NO_ROW
@@ -129,7 +129,7 @@ class Producer:
         part = span.first * (SEGMENT * VECTOR_BYTES)
         home = part_at(ctx.there(span.source, region, sEpoch[0] & 1, span.token), part)
         if cutlass.const_expr(self.params.partial):
-            home = row_address(home, ctx.rank, region.stride[2])
+            home = region.along(RETURN_SLOT, home, ctx.rank)
         data = part_at(ctx.rows.data, part)
         vectors = cutlass.min(row_vectors(ctx), span.last * SEGMENT) - span.first * SEGMENT
         row, weight = load_entry(ctx, span.source, span.token, span.tokens > 0, self.params.partial)
@@ -142,12 +142,12 @@ class Producer:
                 k = lowest(wanted)
                 wanted = without_lowest(wanted)
                 found, own_weight = from_lane(row, k), from_lane(weight, k)
-                to = row_address(home, number, region.stride[1])
+                to = region.along(RETURN_TOKEN, home, number)
                 marks, nbytes = (vectors << NUMBER_SHIFT) | int(Mark.ROW), vectors * VECTOR_BYTES
                 if cutlass.const_expr(self.params.partial):
                     marks = marks | cutlass.select_(wanted == Uint32(0), Int32(int(Mark.LAST)), Int32(0))
                 else:
-                    to = row_address(to, k, region.stride[2])
+                    to = region.along(RETURN_SLOT, to, k)
                     lost = found >= ctx.rows.capacity
                     marks = marks | cutlass.select_(lost, Int32(int(Mark.LOST)), Int32(0))
                     nbytes = cutlass.select_(lost, Int32(0), nbytes)

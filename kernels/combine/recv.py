@@ -39,7 +39,7 @@ from cute_ep.kernels.device.slices import (
 )
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
 from cute_ep.kernels.hooks import Epilogue, EpilogueContext, WeightReader
-from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, chunk_of
+from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, RETURN_SLOT, chunk_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import MASKED_ENTRY, OutputType, Phase
@@ -208,7 +208,7 @@ class CombineRecv:
         home = part_at(self._home(ctx, row_slice), column * VECTOR_BYTES)
 
         def share_of(slot: Int32) -> Share:
-            slot_at = row_address(home, slot, ctx.arena.returns.stride[2])
+            slot_at = ctx.arena.returns.along(RETURN_SLOT, home, slot)
             return share(row_at(opaque(slot_at), left), 0, turns)
 
         return share_of

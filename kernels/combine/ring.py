@@ -29,7 +29,7 @@ from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.atoms import bulk, move, plain
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext
-from cute_ep.kernels.device.memory import WORDS
+from cute_ep.kernels.device.memory import WORDS, element, part_at
 from cute_ep.layouts.maps.arena import CHUNK
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import CONSUMERS, MOST_STAGES, PIPELINES
@@ -165,7 +165,7 @@ class Ring:
         fit = Int32(Uint32(ctx.grid.ring_bytes) // Uint32(PIPELINES * self.row_bytes(ctx)))
         aside = Int32(ctx.ranks > 2) if self.aside else Int32(0)
         count = opaque(cutlass.min(fit - aside, Int32(MOST_STAGES)))
-        begin = align_up(self.shared.nbytes, ALIGNMENT) + pipeline * (count + aside) * self.row_bytes(ctx)
+        begin = part_at(align_up(self.shared.nbytes, ALIGNMENT), pipeline * (count + aside) * self.row_bytes(ctx))
         return Stages(pipeline * MOST_STAGES, count, opaque(begin))
 
     def row_bytes(self, ctx: CombineContext) -> Int32:
@@ -195,7 +195,7 @@ class Ring:
             move(plain, [rHeader], [shared_array(self.headers, Uint32)[stage, None]])
             cute.arch.mbarrier_arrive_and_expect_tx(full, nbytes)
             if nbytes > 0:
-                bulk(row, stages.begin + (stage - stages.first) * self.row_bytes(ctx), nbytes, full)
+                bulk(row, part_at(stages.begin, (stage - stages.first) * self.row_bytes(ctx)), nbytes, full)
         last = stage + 1 == stages.first + stages.count
         return PipelineState(cutlass.select_(last, stages.first, stage + 1), state.phase ^ Int32(last))
 
@@ -214,7 +214,7 @@ class Ring:
             cute.arch.mbarrier_arrive(self._barrier(self.empty, stage))
 
     def _barrier(self, region: Region, stage: Int32) -> cute.Pointer:
-        return shared_array(region, Int64).iterator + stage
+        return element(shared_array(region, Int64), stage)
 
 
 def header_of(rHeader: cute.Tensor) -> Header:

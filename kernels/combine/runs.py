@@ -22,7 +22,7 @@ from cute_ep.kernels.device.context import CombineContext, given_id
 from cute_ep.kernels.device.memory import row_address
 from cute_ep.kernels.device.slices import from_lane, highest, lowest, without_lowest
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
-from cute_ep.layouts.maps.arena import chunk_of
+from cute_ep.layouts.maps.arena import RETURN_SLOT, chunk_of
 from cute_ep.layouts.maps.routing import NO_ROW, Phase
 
 NO_RUN = -1
@@ -158,7 +158,7 @@ class Runs:
                 k = lowest(left)
                 left = without_lowest(left)
                 row, weight = from_lane(entries.row, entries.first + k), from_lane(entries.weight, entries.first + k)
-                address = row_address(home, k, ctx.arena.returns.stride[2])
+                address = ctx.arena.returns.along(RETURN_SLOT, home, k)
                 if row >= 0:
                     address = row_address(ctx.rows.data, row, ctx.row_bytes)
                 nbytes = cutlass.select_(row >= ctx.rows.capacity, Int32(0), ctx.row_bytes)
@@ -201,7 +201,7 @@ class Runs:
             if left != Uint32(0):
                 owner = lowest(left)
                 left = without_lowest(left)
-                address, nbytes = row_address(home, owner, ctx.arena.returns.stride[2]), ctx.row_bytes
+                address, nbytes = ctx.arena.returns.along(RETURN_SLOT, home, owner), ctx.row_bytes
                 joins = (entries.own() != Uint32(0)) & self._goes_aside(ctx, entries) & (owner == highest(below))
                 marks = marks | int(Mark.ROW) | cutlass.select_(joins, Int32(int(Mark.JOIN)), Int32(0))
             more = left != Uint32(0)

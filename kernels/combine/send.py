@@ -28,7 +28,7 @@ from cute_ep.kernels.device.context import CombineContext
 from cute_ep.kernels.device.memory import WORDS, part_at, row_address, row_at, share
 from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, slice_of, without_lowest
 from cute_ep.kernels.device.sync import signal
-from cute_ep.layouts.maps.arena import CHUNK, chunk_of
+from cute_ep.layouts.maps.arena import CHUNK, RETURN_SLOT, chunk_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import NO_ROW
@@ -244,7 +244,7 @@ class CombineSend:
     def _store(self, ctx: CombineContext, slots: Int64, slot: Int32, left: Int32, rX: cute.Tensor) -> Boolean:
         """What the lane has of a row to a slot, whose row has `left` vectors from there on; `slots`: that place in slot
         0. Returns whether a word is SENTINEL."""
-        address = opaque(row_address(slots, slot, ctx.arena.returns.stride[2]))
+        address = opaque(ctx.arena.returns.along(RETURN_SLOT, slots, slot))
         move(send, rX, share(row_at(address, left), 0, cute.size(rX, mode=[1])))
         collided = Boolean(False)
         if cutlass.const_expr(not self.partial):  # beyond the row there is LOST, which is not SENTINEL

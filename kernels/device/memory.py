@@ -4,6 +4,7 @@
 | ---------- | --------------- | ------------------------------------------------------------------------ |
 | `array`    | as given        | row-major, 64-bit strides                                                |
 | `row_at`   | (word, vector)  | (4, V) : (1, 4)                                                          |
+| `pair_at`  | (element)       | (2) : (1)                                                                |
 | `words_at` | (word, word)    | (1, W) : (1, step)                                                       |
 | `Share`    | (word, turn)    | (4, S) : (1, 128), from a vector of a row on; of words (1, S) : (1, 32 step) |
 
@@ -37,6 +38,10 @@ class DeviceRegion(Region):
         wide = replace(self, stride=tuple(Int64(stride) for stride in self.stride[: len(coord)]))
         return super(DeviceRegion, wide).at(*(Int64(index) for index in coord))
 
+    def along(self, mode: int, address: Int64, index: Int32 | Int64 | int) -> Int64:
+        """As of `Region`, in 64 bits."""
+        return super().along(mode, address, Int64(index))
+
 
 def pointer(address: Int64, dtype: type[Numeric], align: int | None = None) -> cute.Pointer:
     """Global-memory pointer to `dtype` at a 64-bit address."""
@@ -49,6 +54,16 @@ def array(address: Int64, dtype: type[Numeric], *shape: Int32 | int) -> cute.Ten
     for extent in reversed(shape[1:]):
         stride.insert(0, stride[0] * extent)
     return cute.make_tensor(pointer(address, dtype), cute.make_layout(tuple(shape), stride=tuple(stride)))
+
+
+def pair_at(address: Int64, dtype: type[Numeric]) -> cute.Tensor:
+    """Two elements side by side that one access takes: (2) : (1)."""
+    return cute.make_tensor(pointer(address, dtype, align=dtype.width // 4), cute.make_layout(2))
+
+
+def element(values: cute.Tensor, index: Int32 | int) -> cute.Pointer:
+    """Pointer to an element of an array of one mode, in global or shared memory."""
+    return values.iterator + index
 
 
 @dataclass(frozen=True)
@@ -79,8 +94,8 @@ def row_address(data: Int64, index: Int32 | Int64 | int, nbytes: Int32 | Int64 |
     return data + Int64(index) * nbytes
 
 
-def part_at(data: Int64, offset: Int32 | Int64 | int) -> Int64:
-    """Address of what lies a number of bytes behind the beginning of a record."""
+def part_at(data: Int64 | Int32, offset: Int32 | Int64 | int) -> Int64 | Int32:
+    """Address of what lies a number of bytes behind another address; or, with 32 bits, byte of shared memory."""
     return data + offset
 
 

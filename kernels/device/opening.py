@@ -12,7 +12,7 @@ from cutlass import Int32, Int64
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import CombineContext, DispatchContext
 from cute_ep.kernels.device.divide import remainder
-from cute_ep.kernels.device.memory import DeviceRegion, array, pointer
+from cute_ep.kernels.device.memory import DeviceRegion, array, pair_at
 from cute_ep.kernels.device.slices import packed_cta
 from cute_ep.kernels.device.sync import load_flag
 from cute_ep.kernels.device.twins import twin, twins_log2
@@ -92,8 +92,7 @@ def _find_place(
 
 def _completed(word: Int64) -> Rounds:
     """The two epoch words of a phase, of which this is the address of the first: one access."""
-    gWords = cute.make_tensor(pointer(word, Int64, align=16), cute.make_layout(2))
-    words = gWords.load()
+    words = pair_at(word, Int64).load()
     return Rounds(words[0], words[1])
 
 

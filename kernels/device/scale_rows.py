@@ -8,7 +8,7 @@ from cutlass import Int32, Int64, Uint32
 
 from cute_ep.kernels.device.atoms import fill
 from cute_ep.kernels.device.divide import quotient, remainder
-from cute_ep.kernels.device.memory import Row, item_coord, pointer, row_address, vectors_at, words_at
+from cute_ep.kernels.device.memory import Row, item_coord, part_at, pointer, row_address, vectors_at, words_at
 from cute_ep.layouts.maps.arguments import Scales
 from cute_ep.layouts.maps.scales import ATOM_ROWS, LANE_ROWS, WORD_BYTES
 
@@ -59,7 +59,7 @@ def zero_scale_rows(scales: Scales, first: Int32, end: Int32, share: tuple[Int32
                     cute.arch.store(pointer(row_address(home, taken, WORD_BYTES), Uint32), Uint32(0))
                 if taken <= 2:
                     cute.arch.store(pointer(row_address(home, 2, WORD_BYTES), Int64), Int64(0))
-            home += step
+            home = part_at(home, step)
     else:
         rows = end - first
         columns = quotient(scales.words - part + parts - 1, parts)

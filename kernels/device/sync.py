@@ -42,12 +42,18 @@ from cute_ep.kernels.device.atoms import move, plain
 from cute_ep.kernels.device.divide import remainder
 from cute_ep.kernels.device.memory import pointer, row_address, vectors_at
 from cute_ep.kernels.device.twins import twin_barrier
+from cute_ep.layouts.maps.arena import LL_BYTES
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord, pack_phase
 from cute_ep.layouts.maps.scales import WORD_BYTES
 
 if TYPE_CHECKING:
     from cute_ep.kernels.device.context import Context
+
+
+def word_address(words: Int64, index: Int32 | int) -> Int64:
+    """Address of one of an array of flags, or of LL words."""
+    return row_address(words, index, LL_BYTES)
 
 
 def signal(flag: Int64, epoch: Int64) -> None:

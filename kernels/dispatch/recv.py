@@ -21,7 +21,7 @@ from cutlass import Boolean, Int32, Uint32
 from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.device.context import DispatchContext, owns_shared
-from cute_ep.kernels.device.memory import array, pointer, row_address
+from cute_ep.kernels.device.memory import array, pair_at, row_address
 from cute_ep.kernels.device.slices import (
     PARTS,
     WHOLE,
@@ -196,7 +196,7 @@ class DispatchRecv:
             words = ctx.here(ctx.arena.entries, ctx.epoch & 1, source, row_slice.token, lane)
             weights = words
             if row_slice.first == 0 and has_weights(sHeader[source, int(HeaderWord.MESSAGES)]) != 0:
-                weights += ctx.arena.weights.offset - ctx.arena.entries.offset  # laid out alike
+                weights = ctx.arena.weights.beside(ctx.arena.entries, words)
             awaited = Awaited(source, Phase.ROUTE_ENTRY, index)
             entry, weight, came = wait_two_ll(ctx.wait_context, words, weights, ctx.epoch, awaited)
             if not came:
@@ -228,7 +228,7 @@ class DispatchRecv:
         rSource = cute.make_rmem_tensor(2, Int32)
         rSource[0], rSource[1] = token, slot
         home = row_address(ctx.out.src_info, row, SRC_INFO_BYTES)
-        cute.make_tensor(pointer(home, Int32, align=SRC_INFO_BYTES), cute.make_layout(2)).store(rSource.load())
+        pair_at(home, Int32).store(rSource.load())
 
     @cute.jit
     def _place(self, ctx: DispatchContext, group: Int32, in_group: Int32) -> tuple[Int32, Int32]:

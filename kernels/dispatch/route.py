@@ -20,11 +20,11 @@ from cutlass import Boolean, Int32, Int64, Uint8, Uint32
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import IDS_IN_FLIGHT, DispatchContext, given_id, is_beyond
 from cute_ep.kernels.device.divide import quotient
-from cute_ep.kernels.device.memory import item_coord, row_address
-from cute_ep.kernels.device.sync import store_ll
+from cute_ep.kernels.device.memory import element, item_coord
+from cute_ep.kernels.device.sync import store_ll, word_address
 from cute_ep.kernels.device.twins import sync_twin
 from cute_ep.kernels.hooks import WeightReader
-from cute_ep.layouts.maps.arena import LL_BYTES, HeaderWord, pack_messages
+from cute_ep.layouts.maps.arena import HeaderWord, pack_messages
 from cute_ep.layouts.maps.launch import THREADS, WARPS
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import BEYOND, MASKED_ENTRY, MAX_EXPERTS, MAX_RANKS, Phase, pack_entry
@@ -194,7 +194,7 @@ class Route:
             for turn in cutlass.range_constexpr(IDS_IN_FLIGHT):
                 before = self._key(ctx, rId[turn])
                 if before >= 0:
-                    cute.arch.atomic_add(sHistogram.iterator + before, Int32(1))
+                    cute.arch.atomic_add(element(sHistogram, before), Int32(1))
             index += self._step(ctx) * IDS_IN_FLIGHT
             self._load_before(ctx, span, index, rId)
 
@@ -278,10 +278,10 @@ class Route:
             parity = ctx.epoch & 1
             for peer in cutlass.range(ctx.ranks, unroll=1):
                 entries = ctx.there(peer, ctx.arena.entries, parity, ctx.rank)
-                store_ll(row_address(entries, index, LL_BYTES), entry, ctx.epoch)
+                store_ll(word_address(entries, index), entry, ctx.epoch)
                 if ctx.input.router_weights != Int64(0):
                     weights = ctx.there(peer, ctx.arena.weights, parity, ctx.rank)
-                    store_ll(row_address(weights, index, LL_BYTES), weight, ctx.epoch)
+                    store_ll(word_address(weights, index), weight, ctx.epoch)
 
     @cute.jit
     def _add_counts(self, ctx: DispatchContext) -> None:

@@ -19,7 +19,7 @@ from cutlass import BFloat16, Float32, Int32, Uint8, Uint32
 from cute_ep.kernels.device.block import launch_config, shared_array
 from cute_ep.kernels.device.context import IDS_IN_FLIGHT, given_id, is_beyond
 from cute_ep.kernels.device.divide import Divisor, round_up
-from cute_ep.kernels.device.memory import array
+from cute_ep.kernels.device.memory import array, element
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.local_arguments import CountArgs
 from cute_ep.layouts.maps.record import RegionMap
@@ -87,7 +87,7 @@ class CountRoutes:
                     if (args.mask != 0) & (expert < 0):
                         expert = Int32(MASKED_ENTRY)
                     if (expert >= 0) & (expert < args.experts):
-                        cute.arch.atomic_add(sExpert.iterator + expert, Int32(1))
+                        cute.arch.atomic_add(element(sExpert, expert), Int32(1))
                         _, rank = by_local_experts.split(expert)
                         bit = Uint32(1) << Uint32(rank)
                         if (ranks & bit) == Uint32(0):
@@ -105,7 +105,7 @@ class CountRoutes:
             goes = (ranks >> Uint32(rank)) & Uint32(1)
             gGoes[token, rank] = Uint8(goes)
             if goes != Uint32(0):
-                cute.arch.atomic_add(sRank.iterator + rank, Int32(1))
+                cute.arch.atomic_add(element(sRank, rank), Int32(1))
 
     @cute.jit
     def _write_counts(self, args: CountArgs, tid: Int32) -> None:

@@ -19,9 +19,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_ep.kernels.device.block import launch_config
-from cute_ep.kernels.device.memory import array, row_address
-from cute_ep.kernels.device.sync import store_ll
-from cute_ep.layouts.maps.arena import LL_BYTES
+from cute_ep.kernels.device.memory import array
+from cute_ep.kernels.device.sync import store_ll, word_address
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.local_arguments import TOLD_BESIDE_ENTRIES, TellArgs
 
@@ -62,7 +61,7 @@ class TellCounts:
             most = cutlass.max(most, value)
         if index == args.local_experts:
             total = most
-        store_ll(row_address(args.told, index, LL_BYTES), total, Int64(args.epoch))
+        store_ll(word_address(args.told, index), total, Int64(args.epoch))
 
     @cute.jit
     def _add_up(self, args: TellArgs, rank: Int32) -> None:

@@ -11,10 +11,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.device.block import launch_config
-from cute_ep.kernels.device.memory import array, item_coord, pointer, row_address
-from cute_ep.kernels.device.sync import Awaited, block_all, report, wait_signal
+from cute_ep.kernels.device.memory import array, element, item_coord, pointer, row_address
+from cute_ep.kernels.device.sync import Awaited, block_all, report, wait_signal, word_address
 from cute_ep.kernels.mail.place import Place, open_channel
-from cute_ep.layouts.maps.arena import LL_BYTES
 from cute_ep.layouts.maps.mail import WORDS_OF_NODE, MailHeader, Piece, RoundWord
 from cute_ep.layouts.maps.mail_arguments import AwaitMailArgs
 from cute_ep.layouts.maps.routing import Phase
@@ -41,7 +40,7 @@ class AwaitMail:
             place.tell(1, epoch)
         piece, node = item_coord(place.tid, WORDS_OF_NODE)
         if (node < args.group.nodes) & (node != args.group.node) & (((args.pieces >> piece) & 1) != 0):
-            word = row_address(args.group.arrived, node * len(Piece) + piece, LL_BYTES)
+            word = word_address(args.group.arrived, node * len(Piece) + piece)
             alive = wait_signal(place.wait_context, word, epoch, Awaited(node, self.phase, piece))
         alive = block_all(alive)
         alive = block_all(self._are_of(args, place, epoch, alive))
@@ -69,5 +68,5 @@ class AwaitMail:
         return alive
 
     def _word(self, header: Int64, word: MailHeader) -> Int32:
-        place = array(header, Int32, len(MailHeader)).iterator + int(word)
+        place = element(array(header, Int32, len(MailHeader)), int(word))
         return cute.arch.load(place, Int32, sem="relaxed", scope="sys")

@@ -10,8 +10,15 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.device.divide import quotient, remainder
 from cute_ep.kernels.device.memory import array, pointer, row_address
-from cute_ep.kernels.device.sync import Awaited, WaitContext, block_all, count_exit, not_aborted, wait_signal
-from cute_ep.layouts.maps.arena import LL_BYTES
+from cute_ep.kernels.device.sync import (
+    Awaited,
+    WaitContext,
+    block_all,
+    count_exit,
+    not_aborted,
+    wait_signal,
+    word_address,
+)
 from cute_ep.layouts.maps.mail import MailHeader, RoundWord
 from cute_ep.layouts.maps.mail_arguments import MailGroup
 from cute_ep.layouts.maps.routing import Phase
@@ -45,7 +52,7 @@ class Place:
 
     def round_word(self, word: RoundWord) -> Int64:
         """Address of one of the channel's round words."""
-        return row_address(self.group.rounds, int(word), LL_BYTES)
+        return word_address(self.group.rounds, int(word))
 
     def rounds(self, word: RoundWord) -> Int64:
         """How many rounds are counted in a word: the launch before has ended."""
@@ -68,7 +75,7 @@ class Place:
         alive = self.not_aborted()
         tid, group = self.tid, self.group
         if (tid < group.nodes) & (tid != group.node):
-            word = row_address(group.free, tid, LL_BYTES)
+            word = word_address(group.free, tid)
             alive = wait_signal(self.wait_context, word, epoch, Awaited(tid, phase, Int32(0)))
         return block_all(alive)
 
@@ -93,9 +100,7 @@ class Place:
     def tell(self, word: cutlass.Constexpr[int], epoch: Int64) -> None:
         """Tell the host, if it asks, which round was packed last (word 0) or exchanged last (1)."""
         if self.group.progress != 0:
-            cute.arch.store(
-                pointer(row_address(self.group.progress, word, LL_BYTES), Int64), epoch, sem="relaxed", scope="sys"
-            )
+            cute.arch.store(pointer(word_address(self.group.progress, word), Int64), epoch, sem="relaxed", scope="sys")
 
 
 @cute.jit

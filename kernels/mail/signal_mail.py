@@ -10,10 +10,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_ep.kernels.device.block import launch_config
-from cute_ep.kernels.device.memory import array, item_coord, part_at, pointer, row_address
-from cute_ep.kernels.device.sync import signal
+from cute_ep.kernels.device.memory import array, item_coord, part_at, pointer
+from cute_ep.kernels.device.sync import signal, word_address
 from cute_ep.kernels.mail.place import open_channel
-from cute_ep.layouts.maps.arena import LL_BYTES
 from cute_ep.layouts.maps.mail import WORDS_OF_NODE
 from cute_ep.layouts.maps.mail_arguments import SignalMailArgs
 
@@ -39,6 +38,6 @@ class SignalMail:
         ):
             mail = array(args.mails, Int64, args.group.nodes)[node]
             signal(
-                row_address(part_at(mail, args.word), word, LL_BYTES),
+                word_address(part_at(mail, args.word), word),
                 cute.arch.load(pointer(args.round_at, Int64), Int64),
             )

@@ -55,6 +55,8 @@ LL_BYTES = 8
 """Bytes of an LL word, and of every word of an arena that is not a row."""
 BYTE_REGIONS = ("returns", "messages", "lamport_returns", "lamport_messages", "staged_scales")
 """Regions of rows, whose last mode counts bytes."""
+RETURN_TOKEN, RETURN_SLOT = 1, 2
+"""Modes of `returns` and `lamport_returns`."""
 SEGMENT_BYTES = 32 * VECTOR_BYTES
 """Payload bytes that a warp carries at a time."""
 MAX_SLICES = 32

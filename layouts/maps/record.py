@@ -67,6 +67,15 @@ class Region:
         """Address of the element at `coord` in memory that begins at `base`."""
         return base + self.at(*coord)
 
+    def along(self, mode: int, address: int, index: int) -> int:
+        """Address of the element that is `index` further along a mode than the one at `address`."""
+        return address + index * self.stride[mode] * self.itemsize
+
+    def beside(self, other: Region, address: int) -> int:
+        """Address of the element of this region with the coordinate of the element at `address` of another region,
+        which is laid out alike."""
+        return address + (self.offset - other.offset)
+
 
 class RegionMap:
     """Regions laid out one after the other, each aligned to `alignment` bytes."""

@@ -7,11 +7,22 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint8
 
 from cute_ep.kernels.device.block import swizzled
-from cute_ep.kernels.device.memory import LANES, row_at, share, vectors_at, words_at
+from cute_ep.kernels.device.memory import (
+    LANES,
+    DeviceRegion,
+    array,
+    element,
+    pointer,
+    row_at,
+    share,
+    vectors_at,
+    words_at,
+)
 from cute_ep.layouts import Layout, TileTensor
+from cute_ep.layouts.maps.record import RegionMap
 
 from .host import run_map
 
@@ -91,3 +102,30 @@ def test_eight_vectors_that_are_moved_together_meet_all_banks(apart: int) -> Non
         places = {swizzled(first + apart * turn) % 8 for turn in range(8)}
         assert places == set(range(8))
     assert sorted(map(swizzled, range(128))) == list(range(128))
+
+
+def test_a_region_leads_along_its_modes_and_to_one_that_is_laid_out_alike() -> None:
+    regions = RegionMap(alignment=256)
+    entries, weights = (regions.add(name, 8, 2, 3, 5, 4) for name in ("entries", "weights"))
+    for coord in np.ndindex(*entries.shape):
+        home = entries.address(BASE, *coord)
+        assert weights.beside(entries, home) == weights.address(BASE, *coord)
+        for mode, index in enumerate(coord):
+            start = entries.address(BASE, *coord[:mode], 0, *coord[mode + 1 :])
+            assert entries.along(mode, start, index) == home
+
+
+def test_steps_along_a_region_have_64_bits() -> None:
+    far = np.array([3, 1 << 12, (1 << 31) - 1], np.int32)
+
+    def place(index):
+        region = DeviceRegion("slots", 0, 1, (2, 2), (Int32(1 << 20), 1))
+        return pointer(region.along(0, Int64(BASE), index), Uint8)
+
+    assert addresses(place, far).tolist() == [int(index) << 20 for index in far]
+
+
+def test_an_element_is_found_by_its_number() -> None:
+    numbers = np.arange(8, dtype=np.int32)
+    found = addresses(lambda number: element(array(Int64(BASE), Int32, 8), number), numbers)
+    assert found.tolist() == [4 * int(number) for number in numbers]
