@@ -1,5 +1,5 @@
 """Rows move in one way, `move` with the atoms of `kernels/device/atoms.py`: what other files of kernels have of their
-own neither moves rows nor adds to addresses."""
+own does not move rows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
-
-from cute_ep.layouts.maps import arguments, local_arguments, mail_arguments
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 ATOMS = "device/atoms.py"
@@ -80,59 +76,3 @@ def test_only_the_mover_copies() -> None:
 
 def test_a_copy_would_be_seen() -> None:
     assert [name for name, _ in calls_of(COPIES, "def f(a, b):\n    cute.copy(a, b)\n")] == ["f"]
-
-
-# ---- addresses
-
-MEMORY = "device/memory.py"
-KINDS = [
-    (name, getattr(kind, "__forward_arg__", kind))
-    for module in (arguments, local_arguments, mail_arguments)
-    for record in vars(module).values()
-    if isinstance(record, type) and issubclass(record, tuple)
-    for name, kind in record.__annotations__.items()
-]
-"""Fields of kernels' arguments."""
-NUMBERS = {"num_bytes", "timeout_ns"}
-"""Fields of 64 bits that are no addresses."""
-ADDRESSES = {name for name, kind in KINDS if kind == "Address"} - {name for name, kind in KINDS if kind != "Address"}
-ADDRESSES = (ADDRESSES - NUMBERS) | {"base", "peer_base"}
-"""Attributes of arguments and contexts that are addresses wherever they stand."""
-SUMS = {
-    "dispatch/scale_tiles.py _message_of": "an offset, which is kept in vectors",
-}
-
-
-def is_address(node: ast.expr) -> bool:
-    """Whether an operand is a device address by its name, or an offset in an arena."""
-    if isinstance(node, ast.Subscript):
-        return getattr(node.value, "attr", getattr(node.value, "id", "")) == "sPeers"
-    if isinstance(node, ast.Call):
-        return getattr(node.func, "attr", "") in ("at", "toint") or getattr(node.func, "id", "") == "row_address"
-    return isinstance(node, ast.Attribute) and node.attr in ADDRESSES
-
-
-def sums(source: str) -> Iterator[str]:
-    """Functions that add to an address."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef):
-            for one in ast.walk(node):
-                if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Add):
-                    if is_address(one.left) or is_address(one.right):
-                        yield node.name
-
-
-def test_addresses_are_summed_in_one_place() -> None:
-    found = set()
-    for path in KERNELS.rglob("*.py"):
-        name = str(path.relative_to(KERNELS))
-        if name != MEMORY:
-            found |= {f"{name} {function}" for function in sums(path.read_text())}
-    assert found == SUMS.keys()
-
-
-@pytest.mark.parametrize(
-    "expression", ["ctx.base + 4", "args.x + n", "n + ctx.sPeers[peer]", "sPeers[0] + n", "region.at(1) + n"]
-)
-def test_a_sum_would_be_seen(expression: str) -> None:
-    assert list(sums(f"def f():\n    return {expression}\n")) == ["f"]
