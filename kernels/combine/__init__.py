@@ -1,1 +1,5 @@
-"""Combine: expert rows home to their source rank. `kernel` is the kernel, the others are its roles and parts."""
+"""Combine: expert rows home to their source rank.
+
+`kernel` is the kernel. Its roles are `send` and `recv`, or, where a launch has few SMs, those of a `pipeline`
+(`produce`, `consume`); `pairs` compares rounds.
+"""
