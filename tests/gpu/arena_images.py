@@ -71,9 +71,9 @@ class Image:
         halves[:, 0] = values.flatten().int()
         halves[:, 1] = signed(number, 32)
 
-    def leave_open(self, offset: int, nbytes: int) -> None:
-        """These bytes may hold anything."""
-        self.undefined[self.begin + offset :][:nbytes] = True
+    def leave_open(self, offset: int, nbytes: int, is_open: bool = True) -> None:
+        """These bytes may hold anything, or no longer."""
+        self.undefined[self.begin + offset :][:nbytes] = is_open
 
     def messages(self, number: int, source: int, tokens: int) -> tuple[torch.Tensor, int]:
         """A view [tokens, bytes of a message] of what a source of so many tokens sends in a round, and its offset."""

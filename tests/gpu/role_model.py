@@ -14,6 +14,7 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.row_tensors import QuantizedRows
+from cute_ep.layouts.maps.record import Region
 
 from .arena_images import FEW_TOKENS, Image
 
@@ -81,6 +82,7 @@ class Sent:
         rows: encoded.
         log2, returned_log2: base-2 logarithms of the slices of a message and of a returned row.
         encoded: whether a kernel encodes the rows: what it stores behind the last scale factors is undefined.
+        few: most tokens whose rows come home as Lamport rows, a choice of the source.
     """
 
     topk_ids: torch.Tensor
@@ -89,6 +91,7 @@ class Sent:
     log2: int
     returned_log2: int
     encoded: bool = False
+    few: int = FEW_TOKENS
 
     @property
     def tokens(self) -> int:
@@ -100,7 +103,7 @@ class Sent:
         return self.weights is not None and self.tokens > 0
 
     def header(self, number: int) -> list[int]:
-        returns = Home(self.tokens, self.returned_log2, self.tokens > FEW_TOKENS).word
+        returns = Home(self.tokens, self.returned_log2, self.tokens > self.few).word
         return [self.tokens, self.log2 << 1 | self.gives_weights, number, returns]
 
     def goes_to(self, cfg: EPConfig, source: int, rank: int) -> torch.Tensor:
@@ -143,8 +146,9 @@ def entries_and_counts(cfg: EPConfig, topk_ids: torch.Tensor) -> tuple[torch.Ten
     return entries, chosen.sum(0)
 
 
-def send_dispatch(image: Image, source: int, sent: Sent, number: int) -> None:
-    """All that rank `source` stores at the image's rank in a round, but that it has read an earlier one."""
+def send_dispatch(image: Image, source: int, sent: Sent, number: int, *, stays: bool = False) -> None:
+    """All that rank `source` stores at the image's rank in a round, but that it has read an earlier one. stays: its own
+    tokens are no messages, but in its tables."""
     cfg, arena, parity = image.cfg, image.arena, number & 1
     entries, counts = entries_and_counts(cfg, sent.topk_ids)
     of_rank = counts.view(cfg.world_size, -1)[image.rank].tolist()
@@ -152,6 +156,8 @@ def send_dispatch(image: Image, source: int, sent: Sent, number: int) -> None:
     image.tell(arena.entries.at(parity, source), entries, number)
     if sent.weights is not None:
         image.tell(arena.weights.at(parity, source), sent.weights.contiguous().view(torch.int32), number)
+    if stays and source == image.rank:
+        return
     goes = sent.goes_to(cfg, source, image.rank)
     if sent.tokens > FEW_TOKENS:
         image.signal(arena.message_ready.at(source), number, -(-(sent.tokens << sent.log2) // CHUNK))
@@ -178,21 +184,23 @@ def message_parts(rows: Rows) -> dict[str, tuple[int, torch.Tensor]]:
     return parts
 
 
-def receive_dispatch(image: Image, sent: Sequence[Sent], number: int, *, tiled: bool) -> None:
+def receive_dispatch(image: Image, sent: Sequence[Sent], number: int, *, tiled: bool, stays: bool = False) -> None:
     """What the receiving rank changes in its arena: words that it has taken have not come, and where scale factors are
-    written by tiles those of Lamport rows are set aside."""
+    written by tiles those of Lamport rows are set aside. stays: its own tokens are no messages; of these all scale
+    factors are set aside, of more than FEW_TOKENS tokens where messages would have them."""
     for source, one in enumerate(sent):
-        goes = one.goes_to(image.cfg, source, image.rank)
-        if one.tokens > FEW_TOKENS:
-            continue
+        goes, few = one.goes_to(image.cfg, source, image.rank), one.tokens <= FEW_TOKENS
+        own = stays and source == image.rank
         message, _ = image.messages(number, source, one.tokens)
         parts = message_parts(one.rows)
-        for begin, content in parts.values():
+        for begin, content in parts.values() if few and not own else ():
             message[:, begin : begin + content.shape[1]][goes] = 0xFF
-        if tiled:
-            region, scales = image.arena.staged_scales, parts["scales"][1]
-            aside = image.span(region.at(source), one.tokens * region.shape[-1]).view(one.tokens, -1)
-            aside[:, : scales.shape[1]][goes] = scales[goes]
+        if tiled and (few or own):
+            begin, scales = parts["scales"]
+            if few:
+                region, begin = image.arena.staged_scales, 0
+                message = image.span(region.at(source), one.tokens * region.shape[-1]).view(one.tokens, -1)
+            message[:, begin : begin + scales.shape[1]][goes] = scales[goes]
 
 
 # ---- combine
@@ -252,16 +260,20 @@ def send_combine(
     slots: tuple[torch.Tensor, torch.Tensor],
     partial: bool,
     spans: bool,
+    stays: bool = False,
 ) -> None:
     """All that rank `owner` stores at the image's rank in a round, but that it has read an earlier one.
 
     Args:
         slots: ([T, n] bool, bits [T, n, hidden]): which slots it fills, and with what; n is top_k, or of partial sums
             the number of ranks.
-        spans: whether some rank's rows have flags.
+        spans: whether rows are sent in spans: some rank's have flags, or pipelines send them.
+        stays: whether rows of its own tokens are not sent.
     """
     arena = image.arena
     image.tell(arena.return_rounds.at(number & 1, owner), torch.tensor([dispatch_round]), number)
+    if stays and owner == image.rank:
+        return
     where, rows = slots
     view = image.slots(number, home.tokens, flagged=home.flagged, partial=partial)
     view[:, : where.shape[1]][where] = as_bytes(rows[where])
@@ -298,22 +310,43 @@ def begin_launch(image: Image, phase: str, sent: int, received: int) -> None:
         tickets(image, sent + 1).zero_()
 
 
+def consumed(image: Image, phase: str) -> Region:
+    """Where ranks tell that of the image which rounds they have received."""
+    return image.arena.dispatch_consumed if phase == "dispatch" else image.arena.combine_consumed
+
+
 def tickets(image: Image, number: int) -> torch.Tensor:
     """A view of the tickets of a combine round."""
     region = image.arena.combine_tickets
     return image.words(region.at(number & 1), region.stride[0])[:: region.stride[2]]
 
 
-def end_launch(images: Sequence[Image], me: int, phase: str, *, sends: bool, number: int, received: int) -> None:
+def _may_be_drawn(image: Image, number: int, may: bool) -> None:
+    """Whether tickets of a combine round may hold anything."""
+    region = image.arena.combine_tickets
+    for counter in range(tickets(image, number).numel()):
+        image.leave_open(region.at(number & 1) + 8 * region.stride[2] * counter, 4, may)
+
+
+def end_launch(
+    images: Sequence[Image],
+    me: int,
+    phase: str,
+    *,
+    number: int,
+    received: int,
+    sends: bool = False,
+    receives: bool = False,
+) -> None:
     """What a launch of rank `me` changes whatever it carries: it tells all ranks which rounds it had received, counts
     its own, and lets the tickets of the next round begin at zero."""
-    own, arena = images[me], images[me].arena
-    consumed = arena.dispatch_consumed if phase == "dispatch" else arena.combine_consumed
+    own = images[me]
     for image in images:
-        image.signal(consumed.at(me), received)
-    own.words(arena.state.at(), STATE_WORDS)[STATE[phase][0 if sends else 1]] = number
+        image.signal(consumed(image, phase).at(me), received)
+    for word, counts in zip(STATE[phase], (sends, receives), strict=True):
+        if counts:
+            own.words(own.arena.state.at(), STATE_WORDS)[word] = number
     if phase == "combine" and sends:
         tickets(own, number + 1).zero_()
-        region = arena.combine_tickets
-        for counter in range(tickets(own, number).numel()):  # those that were drawn
-            own.leave_open(region.at(number & 1) + 8 * region.stride[2] * counter, 4)
+        _may_be_drawn(own, number + 1, False)
+        _may_be_drawn(own, number, True)

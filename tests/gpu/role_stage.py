@@ -1,50 +1,31 @@
 """One rank of a group, on a GPU that it shares with ranks whose part a test plays: it writes their memory and that of
-the rank, launches a half of a call on the rank, and reads all of it again.
+the rank, launches a call, or a half of one, on the rank, and reads all of it again.
 
 `Stage` needs a GPU. What is drawn here is drawn on the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.rounds import Rounds
 from cute_ep.api.row_tensors import QuantizedRows, payload_columns, payload_dtype, scale_dtype
-from cute_ep.layouts.maps.arena import has_whole_segments
 from cute_ep.runtime import driver_calls
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.driver import on_device
 from cute_ep.testing.workloads import make_rank_inputs
-from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
+from cute_ep.tuning.launch_shape import has_pipelines, most_lamport_tokens
 
-from .arena_images import FEW_TOKENS, Image
+from .arena_images import Image
 from .role_model import Rows, Sent
-
-SHAPES = ((1, 32, 1), (7, 1, 4), (MANY, 4, 2), (33, 16, 1), (MANY, 2, 4))
-"""(CTAs at most, slices of a row of few tokens, of many), by turns."""
 
 SINGLE = "single"
 """A routing besides ROUTINGS: all entries of all tokens are one expert of rank 1."""
-
-
-def shapes(turn: int) -> tuple[Tuning, Callable[[EPConfig, int], tuple[int, int]]]:
-    """The launch shapes of a turn, and what they say for a configuration and a number of tokens: log2 of the slices of
-    a message and of a returned row."""
-    chosen = [SHAPES[(turn + step) % len(SHAPES)] for step in (0, 2)]
-    tuning = Tuning(*((Entry(FEW_TOKENS, grid, 0, few), Entry(MANY, grid, 0, many)) for grid, few, many in chosen))
-
-    def slices(cfg: EPConfig, tokens: int) -> tuple[int, int]:
-        is_few = (tokens or cfg.max_tokens_per_rank) <= FEW_TOKENS
-        message, returned = ((few if is_few else many).bit_length() - 1 for _, few, many in chosen)
-        return (message if has_whole_segments(cfg.format) else 0), returned
-
-    return tuning, slices
 
 
 class Stage:
@@ -103,6 +84,11 @@ class Stage:
         __tracebackhide__ = True
         self.rank.synchronize()
         self.compare(images, when)
+
+    @property
+    def lamport_home(self) -> int:
+        """Most tokens of the rank whose rows come home as Lamport rows."""
+        return most_lamport_tokens(self.rank.max_ctas, has_pipelines(self.cfg, self.rank.ring_bytes))
 
     @property
     def is_running(self) -> bool:
@@ -190,11 +176,6 @@ def draw_routes(cfg: EPConfig, rank: int, tokens: int, routing: str, seed: int) 
         made.topk_ids.fill_(cfg.local_experts + 1)
     made.router_weights[::2] = 1
     return made.topk_ids.long(), made.router_weights
-
-
-def encoded(cfg: EPConfig, x: torch.Tensor, scale: float) -> Rows:
-    """What a sender makes of tokens."""
-    return Rows.of(reference.quantize(x, cfg.format, scale))
 
 
 def draw_sent(
