@@ -1,20 +1,16 @@
-"""What role tests run: configurations, turns, and launches of one rank of them."""
+"""What role tests run: configurations, turns, and schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.scales import FEW_WORDS, SCATTERED_LAMPORT_WORDS, SCATTERED_WORDS
 
-from .arena_images import FEW_TOKENS
-from .conftest import connected
-from .role_launch import Launch, Turn
+from .role_launch import Turn
 from .role_schedules import HALVES, Schedule
-from .role_stage import SINGLE, Stage
+from .role_stage import SINGLE
 
 ME = 1
 """The rank that launches; the others are played."""
@@ -50,6 +46,10 @@ TURNS = {
     ),
 }
 """By the most tokens: rounds of both parities, the first, and those around which a word of 32 bits has no room."""
+IDLE = Turn(4, (MANY, 0, 300), "uniform")
+"""Where the launching rank has no tokens and others have many, after the turns of fused launches of these."""
+
+
 TILED = Turn(3, (), "one_rank", index=2, alike=True)
 """A turn of `tiled_config`, but for its tokens."""
 
@@ -71,21 +71,46 @@ class Case(NamedTuple):
     me: int = ME
 
 
+BUDGET, JOINING = Schedule(24), Schedule(24, 1 / 2, True)
+DISPATCHES = {
+    "own tokens stay": Case(config("bf16")),
+    "many own tokens stay": Case(config("bf16", MANY, hidden=640)),
+    "own tokens travel, or come quantised and stay": Case(config("nvfp4_row")),
+    "many travel, or come quantised and stay": Case(config("fp8", MANY, hidden=640)),
+    "some send": Case(config("bf16", MANY, hidden=640), Schedule(None, 1 / 4)),
+    "senders join": Case(config("nvfp4", MANY, hidden=640), Schedule(None, 1 / 4, True)),
+    "twins": Case(config("mxfp6_e2m3"), BUDGET),
+    "twins of many": Case(config("bf16", MANY, hidden=640), BUDGET),
+    "twins by source rank": Case(config("bf16", MANY, hidden=640, row_order="rank_major"), BUDGET),
+    "some twins send": Case(config("fp8", MANY, hidden=640, fused_shared_expert=True), Schedule(24, 3 / 8)),
+    "twins join": Case(config("bf16", hidden=3400), JOINING),
+    "many twins join": Case(config("bf16", MANY, 2, hidden=3400, top_k=2), JOINING, me=0),
+    "twins join by source rank": Case(config("nvfp4", MANY, hidden=640, row_order="rank_major"), JOINING),
+    "twins join, blocks": Case(config("nvfp4", block_rows=896), JOINING),
+    "twins of a rank alone": Case(config("bf16", MANY, 1, hidden=640), BUDGET, me=0),
+}
+"""Fused dispatches. Rows of 3400 elements are long enough that the last slices are drawn in parts."""
+COMBINES = {
+    "all send and receive": Case(config("bf16")),
+    "many, some send": Case(config("bf16", MANY, hidden=640), Schedule(None, 1 / 2)),
+    "pipelines": Case(config("bf16", MANY, hidden=640), BUDGET),
+    "pipelines of the last rank": Case(config("bf16", MANY, hidden=640), BUDGET, me=2),
+    "pipelines between ranks": Case(config("bf16", MANY, 4, hidden=640, top_k=6), BUDGET, me=2),
+    "pipelines of long rows": Case(config("bf16", MANY, 2, hidden=1800), BUDGET),
+    "pipelines of a rank alone": Case(config("bf16", MANY, 1, hidden=640), BUDGET, me=0),
+    "pipelines that only send": Case(config("bf16", MANY, hidden=640), Schedule(24, 1 / 2)),
+}
+"""Fused combines. A rank with two lower ones puts its own sums aside; rows of 1800 elements have more segments than one
+consumer takes."""
+
+
 def turns_of(cfg: EPConfig) -> list[Turn]:
     return [turn._replace(index=index) for index, turn in enumerate(TURNS[cfg.max_tokens_per_rank])]
 
 
-@contextmanager
-def staged(case: Case) -> Iterator[Stage]:
-    with connected(case.cfg, ["cuda:0"] * case.cfg.world_size, sms=case.schedule.sms) as communicators:
-        yield Stage(communicators, case.me)
-
-
-def check_turns(name: str, case: Case, turns: list[Turn], prepare: Callable[[Stage, Turn], Launch]) -> None:
-    """All turns of a case, and in the end that each comparison notices one byte."""
-    assert FEW_TOKENS == LAMPORT_TOKENS
-    with staged(case) as stage:
-        for turn in turns:
-            launch = prepare(stage, turn)
-            before = launch.run(f"{name}, {turn}")
-        stage.check_notices(launch.images, before, seed=1)
+def fused_turns(case: Case) -> list[Turn]:
+    """Those of its configuration that have their expert, and one where the launching rank has nothing to send."""
+    turns = [turn for turn in turns_of(case.cfg) if turn.routing != SINGLE or case.cfg.world_size > 1]
+    if any(turn.tokens_of(case.me) == 0 for turn in turns):
+        return turns
+    return [*turns, IDLE._replace(index=len(turns), tokens=IDLE.tokens[1 - case.me :] + IDLE.tokens[: 1 - case.me])]

@@ -16,10 +16,11 @@ from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.testing.verify import POISON
 
-from .role_cases import MANY, ME, TILED, Case, check_turns, config, staged, tiled_config, turns_of
+from .role_cases import MANY, ME, TILED, Case, config, tiled_config, turns_of
 from .role_halves import combine_receive, combine_send, dispatch_receive, dispatch_send
 from .role_launch import Launch, Turn
 from .role_model import message_parts
+from .role_runs import check_turns, staged
 from .role_stage import Stage
 from .role_waits import (
     Find,
