@@ -55,7 +55,7 @@ def our_work(me: Rank, tokens: int, sms: int | None, library: Path | None) -> It
             batches[index] = ep.dispatch(one.x, one.ids, one.weights, out=out)
 
         yield Work("bf16", tokens, dispatch, lambda index: ep.combine(rows, batches[index], mode="partial", out=home))
-        torch.cuda.synchronize()
+        ep.synchronize()
 
 
 @contextmanager

@@ -86,10 +86,10 @@ def orders_text(run: dict) -> str:
 
 
 def budgets_text(run: dict) -> str:
-    """Times of many tokens by SM budget; "" where ceilings of budgets were not measured."""
-    if not run["sm_ceilings"]:
-        return ""
+    """Times of many tokens by SM budget; "" where these or their ceilings were not measured."""
     many = [case for case in run["sweep"] if case["tokens"] >= LARGE_TOKENS]
+    if not many or not run["sm_ceilings"]:
+        return ""
     return (
         "By SM budget; in brackets over the time of the fastest kernel that moves the same bytes on as many SMs and "
         f"waits for nothing (`perf.sm_ceiling`):\n\n{sweep_table(many, run['sm_ceilings'])}"

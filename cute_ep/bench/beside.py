@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -25,14 +25,20 @@ from cute_ep.torch_internals import sleep_on_gpu
 
 Highest = Callable[[Sequence[float]], list[float]]
 """Waits until all ranks have called it, and returns the highest of their values, one by one."""
-SAMPLES, PAIRS, MATMULS = 20, 8, 4
-"""How often a time is taken; calls of a graph."""
+Result = TypeVar("Result")
+SAMPLES = 20
 IN_STEP = 3
 """Samples at the start that are dropped."""
 WARM_UP = 4
 """Calls before a graph is captured."""
+PAIRS, MOST_PAIRS = 8, 64
+"""Pairs of a graph: as few as have a number of matmuls that is right to RIGHT."""
+RIGHT = 0.01
+IN_LAYER = 1, 64
+"""How many of the matmul a layer may have, least and most: graphs of as many as PAIRS layers have are short enough, and
+their matmuls outlast what begins with them."""
 SLEEP_CYCLES = 1_000_000
-"""Until all ranks have queued what begins at once."""
+"""Until a rank has queued what begins at once."""
 
 
 class Matmul(NamedTuple):
@@ -58,15 +64,19 @@ class Repeated:
     def __init__(self, highest: Highest, stream: torch.cuda.Stream, calls: int, call: Callable[[int], object]) -> None:
         self.stream, self.calls = stream, calls
         self.graph = torch.cuda.CUDAGraph()
+        sleep_on_gpu(1)  # loaded now: a kernel that a peer waits in would hold up a load
         torch.cuda.synchronize()
+        highest([0.0])  # all ranks have what they need to run rounds
         with torch.cuda.stream(stream):
             for number in range(WARM_UP):
                 call(number)
             torch.cuda.synchronize()
             self.graph.capture_begin(capture_error_mode="thread_local")
-            for number in range(calls):
-                call(number)
-            self.graph.capture_end()
+            try:
+                for number in range(calls):
+                    call(number)
+            finally:
+                self.graph.capture_end()
         self.us = times(highest, (self, 1))[0] / calls
 
     def replays(self, us: float) -> int:
@@ -100,18 +110,22 @@ def beside(highest: Highest, one: Repeated, other: Repeated) -> float:
     return times(highest, (one, 1), (other, other.replays(4 * one.us * one.calls)))[0] / one.calls
 
 
-def layer(highest: Highest, pair: Repeated, matmul: Repeated, matmuls: float) -> float:
-    """us of a pair and so many matmuls, as many pairs as a graph has, begun at once."""
-    return max(times(highest, (pair, 1), (matmul, _replays(pair, matmul, matmuls)))) / pair.calls
+def layer(highest: Highest, pairs: Repeated, matmuls: Repeated) -> float:
+    """us of a layer, of which the two graphs have as many, begun at once."""
+    return max(times(highest, (pairs, 1), (matmuls, 1))) / pairs.calls
 
 
-def apart(highest: Highest, pair: Repeated, matmul: Repeated, matmuls: float) -> float:
-    """us of the same one after the other: power or heat may hold up as many matmuls more than one."""
-    return sum(times(highest, (pair, 1)) + times(highest, (matmul, _replays(pair, matmul, matmuls)))) / pair.calls
+def apart(highest: Highest, pairs: Repeated, matmuls: Repeated) -> float:
+    """us of the same, one graph after the other."""
+    return sum(times(highest, (pairs, 1)) + times(highest, (matmuls, 1))) / pairs.calls
 
 
-def _replays(pair: Repeated, matmul: Repeated, matmuls: float) -> int:
-    return max(1, round(matmuls * pair.calls / matmul.calls))
+def calls_of(in_layer: float) -> tuple[int, int]:
+    """How many pairs and matmuls graphs have, in_layer matmuls of a layer: right to RIGHT where it is at least 1."""
+    for pairs in range(PAIRS, MOST_PAIRS):
+        if abs(round(in_layer * pairs) / (in_layer * pairs) - 1) <= RIGHT:
+            return pairs, round(in_layer * pairs)
+    return MOST_PAIRS, round(in_layer * MOST_PAIRS)
 
 
 class Beside:
@@ -120,39 +134,42 @@ class Beside:
     Args:
         highest: where the ranks meet.
         matmul: what runs beside.
-        matmuls: how many of it a layer has.
+        in_layer: how many of it a layer has, within IN_LAYER.
     """
 
-    def __init__(self, highest: Highest, matmul: Matmul, matmuls: float) -> None:
-        self.highest, self.matmul, self.matmuls = highest, matmul, matmuls
+    def __init__(self, highest: Highest, matmul: Matmul, in_layer: float) -> None:
+        self.highest = highest
+        self.pairs, self.matmuls = calls_of(in_layer)
         self.below, self.above = torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-1)
         device = torch.cuda.current_device()
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
-
-        def values(rows: int, columns: int) -> torch.Tensor:
-            return torch.randn(rows, columns, dtype=torch.bfloat16, device=device)
-
-        self.a, self.b = values(matmul.rows, matmul.inner), values(matmul.inner, matmul.columns)
-        self.c = values(matmul.rows, matmul.columns)
+        self.a = torch.randn(matmul.rows, matmul.inner, dtype=torch.bfloat16, device=device)
+        self.b = torch.randn(matmul.inner, matmul.columns, dtype=torch.bfloat16, device=device)
+        self.c = torch.empty(matmul.rows, matmul.columns, dtype=torch.bfloat16, device=device)
 
     def pair(self, call: Callable[[int], object]) -> Repeated:
         """Pairs, of which `call(number)` queues one on the current stream."""
-        return Repeated(self.highest, self.above, PAIRS, call)
+        return Repeated(self.highest, self.above, self.pairs, call)
 
     def measure(self, pair: Repeated, left: int, *, in_turn: bool) -> dict[str, float]:
         """Times where the matmul leaves so many SMs free, 0: none, by the names of what is measured: "pair_us" and
         "matmul_us", alone; "pair_beside_us" and "matmul_beside_us"; "layer_us", and if `in_turn` "apart_us"."""
         with torch.cuda.stream(self.below):
             set_matmul_sms(self.sms - left if left else 0)
-            matmul = Repeated(self.highest, self.below, MATMULS, lambda _: torch.mm(self.a, self.b, out=self.c))
-            set_matmul_sms(0)
+            try:
+                matmul = Repeated(self.highest, self.below, self.matmuls, self._multiply)
+            finally:
+                set_matmul_sms(0)
         made = {"pair_us": pair.us, "matmul_us": matmul.us}
         made["pair_beside_us"] = beside(self.highest, pair, matmul)
         made["matmul_beside_us"] = beside(self.highest, matmul, pair)
-        made["layer_us"] = layer(self.highest, pair, matmul, self.matmuls)
+        made["layer_us"] = layer(self.highest, pair, matmul)
         if in_turn:
-            made["apart_us"] = apart(self.highest, pair, matmul, self.matmuls)
+            made["apart_us"] = apart(self.highest, pair, matmul)
         return made
+
+    def _multiply(self, number: int) -> None:
+        torch.mm(self.a, self.b, out=self.c)
 
 
 def set_matmul_sms(sms: int) -> None:
@@ -164,7 +181,7 @@ def set_matmul_sms(sms: int) -> None:
     except (OSError, AttributeError) as error:
         raise EPError(f"{name}: no cublasSetSmCountTarget, so a matmul leaves no SMs free: {error}") from None
     if status:
-        raise EPError(f"cublasSetSmCountTarget({sms}): status {status}")
+        raise EPError(f"cublasSetSmCountTarget({sms}): cuBLAS refused with status {status}; 0 means all SMs")
 
 
 class Threads:
@@ -178,22 +195,23 @@ class Threads:
         self._devices = devices
         self._barrier = threading.Barrier(len(devices))
         self._given: list[Sequence[float]] = [()] * len(devices)
+        self._errors: list[BaseException] = []
 
-    def on_all(self, work: Callable[[int, Highest], dict[str, float]]) -> list[dict[str, float]]:
-        """What `work(rank, highest)` of each rank returns; where one raises, the others give up at their next meeting,
-        and its error is raised."""
+    def on_all(self, work: Callable[[int, Highest], Result]) -> list[Result]:
+        """What `work(rank, highest)` of each rank returns. Where one raises, the others give up when they meet, and
+        what was raised first is raised here."""
         with ThreadPoolExecutor(len(self._devices)) as pool:
             futures = [pool.submit(self._run, rank, work) for rank in range(len(self._devices))]
-            errors = [future.exception() for future in futures]
-        for error in sorted(filter(None, errors), key=lambda one: isinstance(one, threading.BrokenBarrierError)):
-            raise error
+        if self._errors:
+            raise self._errors[0]
         return [future.result() for future in futures]
 
-    def _run(self, rank: int, work: Callable[[int, Highest], dict[str, float]]) -> dict[str, float]:
+    def _run(self, rank: int, work: Callable[[int, Highest], Result]) -> Result:
         try:
             torch.cuda.set_device(self._devices[rank])
             return work(rank, lambda values: self._highest(rank, values))
-        except BaseException:
+        except BaseException as error:
+            self._errors.append(error)
             self._barrier.abort()
             raise
 

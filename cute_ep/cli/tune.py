@@ -55,15 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help=f"fewer numbers of tokens: {QUICK_TOKENS}")
     parser.add_argument(
         "--beside",
-        metavar="RxIxC",
-        help="instead, find which budget of SMs suits a layer whose matmuls, [R, I] times [I, C], run beside it: "
+        metavar="ROWSxINNERxCOLUMNS",
+        help="instead, find which budget of SMs suits a layer whose matmuls, [rows, inner] times [inner, columns], run "
+        "beside it: "
         f"measures pairs of {tune_beside.TOKENS} {tune_beside.FORMAT} tokens, if no others are named; keeps nothing",
     )
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Measure, print and write, each format when it is done. Returns 0; EPConfigError where there is no GPU, the shape
-    breaks a rule, or the file with the tables is damaged."""
+    """Measure, print and write, each format when it is done; with `--beside` as `tune_beside`. Returns 0; EPConfigError
+    where there is no GPU, the shape breaks a rule, or the file with the tables is damaged."""
     if args.beside is not None:
         return tune_beside.run(args, console)
     from cute_ep.bench.machine import describe_devices, parse_devices

@@ -20,10 +20,10 @@ from cute_ep.api.presets import Preset, format_names, token_counts
 from cute_ep.cli.common import chosen_shape, config, print_table, step
 
 if TYPE_CHECKING:
-    from cute_ep.bench.beside import Beside, Matmul
+    from cute_ep.bench.beside import Matmul
 
 BUDGETS = (8, 16, 24, 32, 64)
-"""Of those that leave the matmul some SMs, beside all SMs."""
+"""What is tried beside all SMs, of those that leave the matmul some."""
 TOKENS, FORMAT = "4096", "bf16"
 TIMEOUT_S = 30.0
 GAIN = 0.02
@@ -51,23 +51,32 @@ def parse_matmul(text: str) -> tuple[int, int, int]:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure and print for each number of tokens and format. Returns 0; EPConfigError where an argument breaks a rule
     or there is no GPU."""
-    matmul = parse_matmul(args.beside)
-    for name in ("sms", "quick"):
-        if getattr(args, name):
-            raise EPConfigError(f"{name} = {getattr(args, name)}: --beside tries budgets itself, leave it out")
+    rows, inner, columns = parse_matmul(args.beside)
+    if args.sms is not None:
+        raise EPConfigError(f"sms = {args.sms}: --beside tries budgets itself, leave it out")
+    if args.quick:
+        raise EPConfigError("quick: --beside measures 4096 tokens; leave it out, or name others by --tokens")
     model, sizes = chosen_shape(args), token_counts(args.tokens or TOKENS)
     formats = format_names(args.format or FORMAT)
 
+    from cute_ep.bench.beside import IN_LAYER, Matmul
     from cute_ep.bench.machine import describe_devices, parse_devices
 
+    matmul = Matmul(rows, inner, columns)
+    for tokens in sizes:
+        count = matmul.in_layer(tokens, model.top_k, model.hidden, model.moe_hidden)
+        if not IN_LAYER[0] <= count <= IN_LAYER[1]:
+            raise EPConfigError(
+                f"beside = {args.beside!r}: a layer of {tokens} tokens has as many operations as {count:.3g} such "
+                f"matmuls, must be {IN_LAYER[0]} to {IN_LAYER[1]}; name the size of your layer's, or other --tokens"
+            )
     devices = parse_devices(args.devices, model.num_experts)
     if devices[0] == "cpu":
         raise EPConfigError("devices = 'cpu': tune measures GPUs")
     if len(set(devices)) < len(devices):
-        raise EPConfigError(f"devices = {args.devices!r}: a matmul runs beside one rank of a GPU, so name a GPU a rank")
-
-    from cute_ep.bench.beside import Matmul
-
+        raise EPConfigError(
+            f"devices = {args.devices!r}: are {len(devices)} ranks on fewer GPUs, must be a GPU a rank, such as cuda:0"
+        )
     console.print(
         f"{model.name}: hidden {model.hidden}, {model.num_experts} experts of {model.moe_hidden}, top-{model.top_k}; "
         f"matmul {args.beside}; {describe_devices(devices, None)}",
@@ -77,9 +86,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     for tokens in sizes:
         for fmt in formats:
             cfg = config(model, len(devices), tokens, fmt, TIMEOUT_S)
-            rows = measure(cfg, model, devices, args.library, Matmul(*matmul), console)
-            print_table(console, table_of(cfg, rows))
-            console.print(advice(rows), highlight=False, soft_wrap=True)
+            found = measure(cfg, model, devices, args.library, matmul, console)
+            print_table(console, table_of(cfg, found))
+            console.print(advice(found), highlight=False, soft_wrap=True)
     return 0
 
 
@@ -87,26 +96,30 @@ def measure(
     cfg: EPConfig, model: Preset, devices: Sequence[str], library: str | None, matmul: Matmul, console: Console
 ) -> list[dict]:
     """For each budget, all SMs first, "sms" and what `Beside.measure` returns: pairs of partial combine, the default
-    mode, with buffers of the default size."""
+    mode, with buffers of the default size. EPTimeout, EPError: as the kernels report."""
     from cute_ep.bench.beside import Beside, Highest, Threads
     from cute_ep.bench.measure import make_sets, roomy, run_round
     from cute_ep.runtime.connection import connected
 
     tokens, rows = cfg.max_tokens_per_rank, []
-    matmuls = matmul.in_layer(tokens, cfg.top_k, cfg.hidden, model.moe_hidden)
-    threads, sets = Threads(devices), make_sets(cfg, devices, tokens)
-    besides: dict[int, Beside] = {}
-    for sms in (None, *BUDGETS):
+    in_layer = matmul.in_layer(tokens, cfg.top_k, cfg.hidden, model.moe_hidden)
+    threads = Threads(devices)
+    sets = make_sets(cfg, devices, tokens)
+    batches = [roomy(cfg, own) for own in sets.batches]
+    del sets  # and with it buffers that `batches` do not use
+    besides = threads.on_all(lambda rank, highest: Beside(highest, matmul, in_layer))
+    for sms in (None, *(one for one in BUDGETS if one < min(beside.sms for beside in besides))):
         with (
             step(console, f"{cfg.dispatch_format}, {tokens} tokens, {'all' if sms is None else sms} SMs"),
             connected(cfg, devices, sms=sms, library=library) as communicators,
         ):
 
             def one(rank: int, highest: Highest, sms: int | None = sms, ranks: Sequence = communicators) -> dict:
-                batches = roomy(cfg, sets.batches[rank])
-                both = besides.get(rank) or besides.setdefault(rank, Beside(highest, matmul, matmuls))
-                pair = both.pair(lambda number: run_round(ranks[rank], batches[number % len(batches)], "pair"))
-                return both.measure(pair, sms or 0, in_turn=sms is None)
+                own = batches[rank]
+                pair = besides[rank].pair(lambda number: run_round(ranks[rank], own[number % len(own)], "pair"))
+                made = besides[rank].measure(pair, sms or 0, in_turn=sms is None)
+                ranks[rank].synchronize()  # raises what replays of the graphs have reported
+                return made
 
             rows.append({"sms": sms} | threads.on_all(one)[0])
     return rows
@@ -124,10 +137,12 @@ def table_of(cfg: EPConfig, rows: Sequence[dict]) -> Table:
 
 
 def advice(rows: Sequence[dict]) -> str:
-    """With which `sms` the layer takes least: that of the fastest line where it gains GAIN, else None."""
+    """With which `sms` the layer takes least: one after the other, if nothing gains GAIN."""
     in_turn = rows[0]["apart_us"]
     best = min(rows, key=lambda row: row["layer_us"])
     times = f"at once a layer takes {best['layer_us']:.0f} us at best, in turn {in_turn:.0f}"
-    if best["sms"] is None or best["layer_us"] > (1 - GAIN) * in_turn:
+    if best["layer_us"] > (1 - GAIN) * in_turn:
         return f"sms=None, in turn: {times}"
+    if best["sms"] is None:
+        return f"sms=None, at once: {times}"
     return f"sms={best['sms']}, at once: {times}; `cute-ep tune --sms {best['sms']}` finds launch shapes for it"

@@ -7,10 +7,12 @@ import torch
 from rich.console import Console
 
 from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPError
 from cute_ep.bench import beside, measure
 from cute_ep.cli import tune_beside
 from cute_ep.cli.common import print_table
 from cute_ep.cli.main import main
+from cute_ep.reference.backend import ReferenceCommunicator
 from cute_ep.runtime.communicator import Communicator
 
 MATMUL = "8192x7168x4096"
@@ -19,14 +21,17 @@ REFUSED = [
     (["8192x0x4096"], "positive numbers such as 8192x7168x4096"),
     (["axbxc"], "beside = 'axbxc'"),
     ([MATMUL, "--sms", "24"], "sms = 24: --beside tries budgets itself"),
-    ([MATMUL, "--quick"], "quick = True: --beside tries budgets itself"),
+    ([MATMUL, "--sms", "0"], "sms = 0: --beside tries budgets itself"),
+    ([MATMUL, "--quick"], "quick: --beside measures 4096 tokens; leave it out, or name others by --tokens"),
+    ([MATMUL, "--tokens", "16"], "a layer of 16 tokens has as many operations as 0.0234 such matmuls, must be 1 to 64"),
+    (["128x128x128"], "as many operations as 6.88e+05 such matmuls, must be 1 to 64; name the size of your layer's"),
     ([MATMUL, "--tokens", "0"], "tokens = '0': must be positive"),
     ([MATMUL, "--format", "fp5"], "fp5"),
     ([MATMUL, "--devices", "cpu"], "devices = 'cpu': tune measures GPUs"),
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), REFUSED, ids=lambda value: " ".join(value)[:30] if value else None)
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=[" ".join(words) for words, _ in REFUSED])
 def test_wrong_arguments_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["tune", "--beside", *words]) == 2
     assert message in capsys.readouterr().err
@@ -35,7 +40,9 @@ def test_wrong_arguments_are_refused(words: list[str], message: str, capsys: pyt
 def test_ranks_of_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert main(["tune", "--beside", MATMUL]) == 2
-    assert "devices = 'auto': a matmul runs beside one rank of a GPU, so name a GPU a rank" in capsys.readouterr().err
+    assert (
+        "devices = 'auto': are 4 ranks on fewer GPUs, must be a GPU a rank, such as cuda:0" in capsys.readouterr().err
+    )
 
 
 def rows(in_turn: float, *layers: tuple[int | None, float]) -> list[dict]:
@@ -47,15 +54,19 @@ def rows(in_turn: float, *layers: tuple[int | None, float]) -> list[dict]:
     return made
 
 
-@pytest.mark.parametrize(
-    ("in_turn", "layers", "advice"),
-    [
-        (4430, [(None, 4503), (16, 4432)], "sms=None, in turn: at once a layer takes 4432 us at best, in turn 4430"),
-        (4430, [(None, 4503), (16, 4400)], "sms=None, in turn"),  # less than GAIN
-        (4430, [(None, 4000), (16, 4100)], "sms=None, in turn"),  # no budget
-        (5500, [(None, 5400), (16, 5200), (24, 5100)], "sms=24, at once: at once a layer takes 5100 us at best"),
-    ],
-)
+ADVICE = {
+    "none gains": (
+        4430,
+        [(None, 4503), (16, 4432)],
+        "sms=None, in turn: at once a layer takes 4432 us at best, in turn 4430",
+    ),
+    "less than GAIN": (4430, [(None, 4503), (16, 4400)], "sms=None, in turn"),
+    "all SMs gain": (4430, [(None, 4000), (16, 4100)], "sms=None, at once: at once a layer takes 4000 us at best"),
+    "a budget gains": (5500, [(None, 5400), (16, 5200), (24, 5100)], "sms=24, at once: at once a layer takes 5100 us"),
+}
+
+
+@pytest.mark.parametrize(("in_turn", "layers", "advice"), ADVICE.values(), ids=ADVICE)
 def test_the_advice_is_the_fastest_budget_that_gains(
     in_turn: float, layers: list[tuple[int | None, float]], advice: str
 ) -> None:
@@ -72,33 +83,69 @@ def test_a_line_for_each_budget(capsys: pytest.CaptureFixture) -> None:
     assert "4503" in every and "4430" in every and "4432" in some and "4430" not in some
 
 
-def test_each_budget_is_measured_with_one_matmul_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the reference backend, without streams and rounds, in which none of its ranks waits for another."""
-    made: list = []
-    rounds: set = set()
+class Rounds:
+    """What `measure` needs of GPUs with so many SMs: no streams, and ranks that wait for no other.
 
-    class Beside:
-        def __init__(self, highest: beside.Highest, matmul: beside.Matmul, matmuls: float) -> None:
-            made.append(matmuls)
+    Attributes:
+        made: matmuls of a layer, of each `Beside`.
+        seen: (rank, rows of buffers, operation) of each round.
+        reported: what a rank raises when it is asked what its kernels reported.
+    """
 
-        def pair(self, call):
-            for number in range(3):
-                call(number)
-            return call
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sms: int) -> None:
+        self.made: list[float] = []
+        self.seen: set[tuple] = set()
+        self.reported: list[Exception] = []
+        rounds = self
 
-        def measure(self, pair, left: int, *, in_turn: bool) -> dict[str, float]:
-            return {"left": left, "in_turn": in_turn}
+        class Beside:
+            def __init__(self, highest: beside.Highest, matmul: beside.Matmul, in_layer: float) -> None:
+                rounds.made.append(in_layer)
+                self.sms = sms
 
-    def run_round(communicator: Communicator, batch: measure.Batch, operation: str) -> None:
-        rounds.add((communicator.rank, batch.buffers.tokens.shape[0], operation))
+            def pair(self, call):
+                for number in range(3):
+                    call(number)
+                return call
 
-    monkeypatch.setattr(beside, "Beside", Beside)
-    monkeypatch.setattr(measure, "run_round", run_round)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    cfg, model = EPConfig(64, 8, 2, 8, 2, "bf16"), tune_beside.Preset("tiny", 64, 32, 8, 2)
-    found = tune_beside.measure(cfg, model, ["cpu", "cpu"], None, beside.Matmul(8, 64, 4), Console(quiet=True))
-    assert [row["sms"] for row in found] == [None, *tune_beside.BUDGETS]
-    assert [row["left"] for row in found] == [0, *tune_beside.BUDGETS]
-    assert [row["in_turn"] for row in found] == [True] + [False] * len(tune_beside.BUDGETS)
-    assert made == [6 * 8 * 2 * 64 * 32 / (2 * 8 * 64 * 4)] * 2
-    assert rounds == {(rank, cfg.max_rows, "pair") for rank in range(2)}
+            def measure(self, pair, left: int, *, in_turn: bool) -> dict[str, float]:
+                return {"left": left, "in_turn": in_turn}
+
+        monkeypatch.setattr(beside, "Beside", Beside)
+        monkeypatch.setattr(measure, "run_round", self.run_round)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(ReferenceCommunicator, "synchronize", lambda rank: self.report())
+
+    def run_round(self, communicator: Communicator, batch: measure.Batch, operation: str) -> None:
+        self.seen.add((communicator.rank, batch.buffers.tokens.shape[0], operation))
+
+    def report(self) -> None:
+        for error in self.reported:
+            raise error
+
+
+CFG, MODEL = EPConfig(64, 8, 2, 8, 2, "bf16"), tune_beside.Preset("tiny", 64, 32, 8, 2)
+
+
+def measured() -> list[dict]:
+    return tune_beside.measure(CFG, MODEL, ["cpu", "cpu"], None, beside.Matmul(8, 64, 4), Console(quiet=True))
+
+
+@pytest.mark.parametrize(("sms", "budgets"), [(132, tune_beside.BUDGETS), (24, (8, 16))])
+def test_each_budget_that_leaves_sms_is_measured_with_one_matmul_a_rank(
+    sms: int, budgets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = Rounds(monkeypatch, sms)
+    found = measured()
+    assert [row["sms"] for row in found] == [None, *budgets]
+    assert [row["left"] for row in found] == [0, *budgets]
+    assert [row["in_turn"] for row in found] == [True] + [False] * len(budgets)
+    assert rounds.made == [6 * 8 * 2 * 64 * 32 / (2 * 8 * 64 * 4)] * 2
+    assert rounds.seen == {(rank, CFG.max_rows, "pair") for rank in range(2)}
+
+
+def test_what_kernels_report_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs run no code that would raise it: a time of launches that gave up is no time."""
+    Rounds(monkeypatch, 132).reported.append(EPError("rank 0 gave up"))
+    with pytest.raises(EPError, match="rank 0 gave up"):
+        measured()

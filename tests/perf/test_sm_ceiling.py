@@ -198,9 +198,11 @@ def test_the_table_of_budgets_has_times_over_the_ceiling() -> None:
 
 def test_the_page_has_budgets_of_many_tokens_where_their_ceilings_were_measured() -> None:
     run = example_run()
+    ceiling = {"operation": "dispatch", "format": "bf16", "tokens": 1024, "p50_us": 48.0, "sms": 8}
+    assert pages.budgets_text(run | {"sm_ceilings": [ceiling]}) == ""
     run["sweep"] += [case("dispatch", "bf16", 1024, 60.0, [[1, 1]], sms=8)]
     assert pages.budgets_text(run) == ""
-    run["sm_ceilings"] = [{"operation": "dispatch", "format": "bf16", "tokens": 1024, "p50_us": 48.0, "sms": 8}]
+    run["sm_ceilings"] = [ceiling]
     assert pages.budgets_text(run).splitlines()[2:] == [
         "| operation | format | tokens per rank | 8 SMs |",
         "|---|---|---|---|",
