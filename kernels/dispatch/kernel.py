@@ -27,8 +27,8 @@ can land on round n because its stores wait for dispatch_consumed. `docs/protoco
 the full argument.
 
 A role is done by CTAs, or within a budget of SMs by halves of them (`twins`). Receivers take slices in an order that is
-known before, or draw them, together with senders that have sent (`recv`). Scale factors of many tokens are placed
-behind a grid barrier, when all rows have come (`scale_tiles`).
+known before, or draw them, together with senders that have sent (`recv_schedule`). Scale factors of many tokens are
+placed behind a grid barrier, when all rows have come (`scale_tiles`).
 
 The output's row order needs no atomics: see `layouts/maps/routing.py`. One CTA writes offsets and `num_rows`; when any
 wait of the launch timed out, the last CTA out overwrites them with zeros.

@@ -4,12 +4,8 @@ Row of entry (source, token, k) in group g: row_start[g] + base[g, source] - bas
 exclusive prefix sum of the gathered counts and row_start leaves room for padding, or is the first row of the group's
 block (`row_tables`); rows beyond a block are lost. The group is the entry's local expert. In rank-major order it is the
 source: of a token's entries for this rank only the last has a row, and beside that row stand all its local experts.
-Each warp takes slices (`slices`): lane k finds the row of entry k. A token of the shared expert has one more row, on
-the own rank.
-
-Which slices a warp takes is known before, unless CTAs that send join those that only receive. Then each warp of the
-latter begins with a slice, and all other slices are drawn from a counter: also by CTAs that have sent all that they
-send. Of long slices the last ones, as many as there are warps, are drawn in parts.
+Each warp takes slices (`recv_schedule`): lane k finds the row of entry k. A token of the shared expert has one more
+row, on the own rank.
 """
 
 from __future__ import annotations
@@ -19,36 +15,17 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 
 from cute_ep.kernels.device.arith import opaque
-from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
+from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import DispatchContext, owns_shared
 from cute_ep.kernels.device.memory import array, pair_at, row_address
-from cute_ep.kernels.device.slices import (
-    PARTS,
-    WHOLE,
-    RowSlice,
-    control_cta,
-    drawn_items,
-    first_item,
-    from_lane,
-    has_same_source,
-    highest,
-    item_of,
-    item_stride,
-    part_of,
-    segments_of,
-    slice_of,
-    split_item,
-    static_first,
-    static_stride,
-    turned_source,
-    vectors_of,
-)
-from cute_ep.kernels.device.sync import Awaited, grid_barrier, take_ticket, wait_two_ll, warp_all
+from cute_ep.kernels.device.slices import RowSlice, control_cta, from_lane, highest
+from cute_ep.kernels.device.sync import Awaited, grid_barrier, wait_two_ll, warp_all
 from cute_ep.kernels.dispatch.outputs import Outputs, put_expert
+from cute_ep.kernels.dispatch.recv_schedule import RecvSchedule
 from cute_ep.kernels.dispatch.row_copy import RowCopy, Targets
 from cute_ep.kernels.dispatch.row_tables import Tables
 from cute_ep.kernels.dispatch.scale_tiles import ScaleTiles
-from cute_ep.layouts.maps.arena import HeaderWord, StateWord, has_weights, message_slices_log2
+from cute_ep.layouts.maps.arena import HeaderWord, StateWord, has_weights
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import (
     LOST_ROW,
@@ -71,8 +48,9 @@ class DispatchRecv:
     """
 
     def __init__(self, rank_major: bool, direct: bool, fused: bool, shared: RegionMap) -> None:
-        self.rank_major, self.direct, self.fused = rank_major, direct, fused
+        self.rank_major = rank_major
         self.tables = Tables(rank_major, shared)
+        self.schedule = RecvSchedule(self.tables, direct, fused)
         self.outputs = Outputs(self.tables)
         self.row_copy = RowCopy(self.tables, direct)
         self.scale_tiles = ScaleTiles(self.tables)
@@ -84,31 +62,13 @@ class DispatchRecv:
         if alive:
             if receiver == control_cta(receivers):
                 self.outputs.run(ctx)
-        sHeader = shared_array(self.tables.headers, Int32)
-        sItems = shared_array(self.tables.items, Int32)
-        item = self._first_item(ctx, receiver, receivers)
-        turned = Int32(0)
-        while alive and item < drawn_items(sItems[0], self._split(ctx)):
-            asked, part = Int32(0), Int32(WHOLE)
-            if self._joining(ctx) > 0:
-                asked = self._ask(ctx)  # its latency passes while this item is taken
-                item, part = split_item(item, sItems[0], self._split(ctx))
-            ahead, index = turned_source(item, turned, ctx.by_ranks)
-            if cutlass.const_expr(self.direct):  # a warp with tokens of the own rank only would be done early
-                same = has_same_source(static_stride(sItems[0], receivers), ctx.by_ranks)
-                if same & (self._joining(ctx) == 0):
-                    turned = cutlass.select_(turned + 1 >= ctx.ranks, Int32(0), turned + 1)
-            source = ctx.rank + ahead
-            if source >= ctx.ranks:
-                source -= ctx.ranks
-            log2 = message_slices_log2(sHeader[source, int(HeaderWord.MESSAGES)])
-            row_slice = part_of(slice_of(index, log2, vectors_of(ctx.wire.payload_bytes)), part)
-            if row_slice.token < sHeader[source, int(HeaderWord.TOKENS)] and row_slice.first < row_slice.last:
-                alive = self._take(ctx, source, row_slice)
-            if self._joining(ctx) > 0:
-                item = self._drawn_item(ctx, asked)
-            else:
-                item += static_stride(sItems[0], receivers)
+        number, turned = self.schedule.first(ctx, receiver, receivers), Int32(0)
+        while alive and self.schedule.exists(ctx, number):
+            item = self.schedule.take(ctx, number, turned, receivers)
+            row_slice, turned = item.row_slice, item.turned
+            if row_slice.token < self.schedule.tokens(item.source) and row_slice.first < row_slice.last:
+                alive = self._take(ctx, item.source, row_slice)
+            number = self.schedule.next(ctx, item, receivers)
         if alive:
             self.outputs.zero_padding(ctx, receiver, receivers)
             if cutlass.const_expr(self.rank_major):
@@ -119,45 +79,6 @@ class DispatchRecv:
             if alive:
                 self.scale_tiles.run(ctx, opaque(receiver), opaque(receivers))
         return alive
-
-    def _joining(self, ctx: DispatchContext) -> Int32:
-        """How many CTAs send before they receive, while the others receive already; 0: none, or all of them."""
-        if not self.fused:
-            return Int32(0)
-        some = (ctx.grid.receive_from == 0) & (ctx.grid.send_ctas < ctx.ctas)
-        return cutlass.select_(some, ctx.grid.send_ctas, Int32(0))
-
-    def _split(self, ctx: DispatchContext) -> Int32:
-        """How many of the last items are drawn in parts: none where a part would be shorter than what a warp loads at
-        once. The own rank's slices decide, which need not be those of other sources."""
-        segments = segments_of(vectors_of(ctx.wire.payload_bytes)) >> ctx.input.message_slices_log2
-        long = (self._joining(ctx) > 0) & (segments > (PARTS - 1) * LOADS_IN_FLIGHT)
-        last = cutlass.min(shared_array(self.tables.items, Int32)[0], item_stride(ctx.ctas))
-        return cutlass.select_(long, last, Int32(0))
-
-    @cute.jit
-    def _first_item(self, ctx: DispatchContext, receiver: Int32, receivers: Int32) -> Int32:
-        """The item that a warp begins with; where senders join, its number (`split_item`)."""
-        item = static_first(shared_array(self.tables.items, Int32)[0], receiver, receivers, ctx.warp)
-        joining = self._joining(ctx)
-        if joining > 0:
-            if receiver < joining:
-                item = self._drawn_item(ctx, self._ask(ctx))
-            else:
-                item = first_item(receiver - joining, receivers - joining, ctx.warp)
-        return item
-
-    @cute.jit
-    def _ask(self, ctx: DispatchContext) -> Int32:
-        """The next ticket for slices, in lane 0."""
-        ticket = Int32(0)
-        if ctx.lane == 0:
-            ticket = take_ticket(ctx.state_word(StateWord.DISPATCH_SLICES))
-        return ticket
-
-    def _drawn_item(self, ctx: DispatchContext, asked: Int32) -> Int32:
-        """The number of a ticket, behind those that warps begin with (`split_item`)."""
-        return item_of(item_stride(ctx.ctas - ctx.grid.send_ctas), from_lane(asked, 0))
 
     @cute.jit
     def _take(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice) -> Boolean:

@@ -252,9 +252,9 @@ MUTANTS = {
         (
             Edit(
                 "kernels/dispatch/recv.py",
-                "                alive = self._take(ctx, source, row_slice)\n",
+                "                alive = self._take(ctx, item.source, row_slice)\n",
                 "                cute.arch.sync_threads()\n"
-                "                alive = self._take(ctx, source, row_slice)\n",
+                "                alive = self._take(ctx, item.source, row_slice)\n",
             ),
         ),
         hangs=True,
@@ -316,7 +316,7 @@ MUTANTS = {
         "senders join",
         (
             Edit(
-                "kernels/dispatch/recv.py",
+                "kernels/dispatch/recv_schedule.py",
                 "item_of(item_stride(ctx.ctas - ctx.grid.send_ctas), from_lane(asked, 0))",
                 "item_of(Int32(0), from_lane(asked, 0))",
             ),
@@ -325,7 +325,13 @@ MUTANTS = {
     # the last slices, which are drawn in parts, are drawn as often as whole ones
     "PARTS_NOT_DRAWN": Mutant(
         "senders join",
-        (Edit("kernels/dispatch/recv.py", "item < drawn_items(sItems[0], self._split(ctx))", "item < sItems[0]"),),
+        (
+            Edit(
+                "kernels/dispatch/recv_schedule.py",
+                "number < drawn_items(self._items(), self._split(ctx))",
+                "number < self._items()",
+            ),
+        ),
     ),
     # a CTA of the route role forgets the entries of its earlier spans
     "SPANS_NOT_ADDED": Mutant(
