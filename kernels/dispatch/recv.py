@@ -64,7 +64,7 @@ class DispatchRecv:
                 self.outputs.run(ctx)
         number, turned = self.schedule.first(ctx, receiver, receivers), Int32(0)
         while alive and self.schedule.exists(ctx, number):
-            item = self.schedule.take(ctx, number, turned, receivers)
+            item = self.schedule.begin(ctx, number, turned, receivers)
             row_slice, turned = item.row_slice, item.turned
             if row_slice.token < self.schedule.tokens(item.source) and row_slice.first < row_slice.last:
                 alive = self._take(ctx, item.source, row_slice)

@@ -84,9 +84,10 @@ class RecvSchedule:
         return number < drawn_items(self._items(), self._split(ctx))
 
     @cute.jit
-    def take(self, ctx: DispatchContext, number: Int32, turned: Int32, receivers: Int32) -> Item:
-        """The item of that number. turned: by how many sources the warp has gone on: where each of its items would be
-        of the same one, it would be done early with tokens of the own rank only."""
+    def begin(self, ctx: DispatchContext, number: Int32, turned: Int32, receivers: Int32) -> Item:
+        """The item of that number, with the ticket for the next one on its way. turned: by how many sources the warp
+        has gone on: where each of its items would be of the same one, it would be done early with tokens of the own
+        rank only."""
         sHeader = shared_array(self.tables.headers, Int32)
         asked, part = Int32(0), Int32(WHOLE)
         if self._joining(ctx) > 0:

@@ -56,7 +56,7 @@ LL_BYTES = 8
 BYTE_REGIONS = ("returns", "messages", "lamport_returns", "lamport_messages", "staged_scales")
 """Regions of rows, whose last mode counts bytes."""
 RETURN_TOKEN, RETURN_SLOT = 1, 2
-"""Modes of `returns` and `lamport_returns`."""
+"""Modes of `returns` and `lamport_returns`, whose slots are alike: `along` of either steps through both."""
 SEGMENT_BYTES = 32 * VECTOR_BYTES
 """Payload bytes that a warp carries at a time."""
 MAX_SLICES = 32

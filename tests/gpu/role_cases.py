@@ -113,4 +113,5 @@ def fused_turns(case: Case) -> list[Turn]:
     turns = [turn for turn in turns_of(case.cfg) if turn.routing != SINGLE or case.cfg.world_size > 1]
     if any(turn.tokens_of(case.me) == 0 for turn in turns):
         return turns
-    return [*turns, IDLE._replace(index=len(turns), tokens=IDLE.tokens[1 - case.me :] + IDLE.tokens[: 1 - case.me])]
+    assert IDLE.tokens_of(case.me) == 0
+    return [*turns, IDLE._replace(index=len(turns))]

@@ -100,7 +100,9 @@ def combine_fused(
     tokens = turn.tokens_of(me)
     shape = stage.rank._cache.shape(tuning, "combine", tokens, whole_rows=not partial)
     log2 = turn.slices_of(me)
-    home = Home(tokens, log2 % 3 if shape.flagged else log2, shape.flagged)
+    flagged = tokens > stage.lamport_home
+    assert flagged == shape.flagged, "the launch that the host chooses"
+    home = Home(tokens, log2 % 3 if flagged else log2, flagged)
     batch = draw_batch(stage, turn, home)
     ids, weights = draw_routes(cfg, me, tokens, turn.routing_of(me), turn.index)
     stays = adds_up(shape, mode)

@@ -147,8 +147,8 @@ def entries_and_counts(cfg: EPConfig, topk_ids: torch.Tensor) -> tuple[torch.Ten
 
 
 def send_dispatch(image: Image, source: int, sent: Sent, number: int, *, stays: bool = False) -> None:
-    """All that rank `source` stores at the image's rank in a round, but that it has read an earlier one. stays: its own
-    tokens are no messages, but in its tables."""
+    """All that rank `source` stores at the image's rank in a round, except that it has read an earlier one. stays: its
+    own tokens stand in its tables, but are not sent."""
     cfg, arena, parity = image.cfg, image.arena, number & 1
     entries, counts = entries_and_counts(cfg, sent.topk_ids)
     of_rank = counts.view(cfg.world_size, -1)[image.rank].tolist()
@@ -262,7 +262,7 @@ def send_combine(
     spans: bool,
     stays: bool = False,
 ) -> None:
-    """All that rank `owner` stores at the image's rank in a round, but that it has read an earlier one.
+    """All that rank `owner` stores at the image's rank in a round, except that it has read an earlier one.
 
     Args:
         slots: ([T, n] bool, bits [T, n, hidden]): which slots it fills, and with what; n is top_k, or of partial sums

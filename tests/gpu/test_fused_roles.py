@@ -39,7 +39,7 @@ MODES: tuple[CombineMode, ...] = ("exact", "partial", "unweighted")
 
 @pytest.mark.parametrize("name", DISPATCHES)
 def test_a_dispatch(name: str) -> None:
-    """Of `mistakes` it sees OWN_AWAITED and OWN_SLOT where own tokens stay, SPANS_NOT_ADDED in what peers get, and of
+    """Of `mistakes` it should see OWN_AWAITED and OWN_SLOT where own tokens stay, SPANS_NOT_ADDED in what peers get; of
     slices that are drawn DRAWS_GO_ON in the counter, DRAWS_FROM_NONE and PARTS_NOT_DRAWN in Lamport words."""
     case = DISPATCHES[name]
     check_turns(name, case, fused_turns(case), lambda stage, turn: dispatch_fused(stage, turn, case.schedule))
@@ -48,8 +48,8 @@ def test_a_dispatch(name: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", COMBINES)
 def test_a_combine(name: str, mode: CombineMode) -> None:
-    """Of `mistakes` it sees FLAGS_BY_TOKENS and PIPED_ONE_FLAG in what peers get, PIPED_ONE_COUNTER and PIPED_OWN_FIRST
-    in sums, and PIPED_RUNS_GO_ON in the tickets of the next round."""
+    """Of `mistakes` it should see FLAGS_BY_TOKENS and PIPED_ONE_FLAG in what peers get, PIPED_ONE_COUNTER and
+    PIPED_OWN_FIRST in sums, and PIPED_RUNS_GO_ON in the tickets of the next round."""
     case = COMBINES[name]
     check_turns(name, case, fused_turns(case), lambda stage, turn: combine_fused(stage, turn, mode, case.schedule))
 

@@ -36,6 +36,7 @@ LISTED = {
     "device/atoms.py send": ("make_copy_atom copy", "an atom"),
     "device/atoms.py _fetch": ("make_copy_atom copy", "an atom"),
     "device/atoms.py bulk": ("arch.get_dyn_smem arch.inline_ptx", "an atom"),
+    "device/atoms.py _move_inside": (".fill", "what registers get of vectors beyond the row"),
     "device/atoms.py _poll": ("arch.load", "a poll of a word"),
     "device/atoms.py _load": ("arch.inline_ptx", "polls and streamed loads of a vector"),
     "device/memory.py pointer": ("make_ptr", "global memory"),
@@ -106,15 +107,28 @@ LISTED = {
 """File and function -> its words, and why they stand there."""
 
 
+ACCESSES = ("load", "store", "fill")
+"""Methods of tensors that read or write them."""
+METHODS = {"self.load", "self.prefetch.load", "self.runs.load"}
+"""Of roles, which have the same names."""
+ADVICE = """is not known to touch registers, lanes or barriers only. Such a word belongs into FREE; rows are moved by
+`move`; what reads or writes other memory, or orders it, belongs into LISTED with its reason."""
+
+
 def is_register(node: ast.expr) -> bool:
-    """Whether a tensor, or part of one, is named as one of registers."""
-    names = [one.id for one in ast.walk(node) if isinstance(one, ast.Name)]
-    return any(re.match("r[A-Z]", name) for name in names)
+    """Whether a tensor, or a part or view of one, is named as one of registers."""
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call) and dotted(node.func) == "cute.recast_tensor":
+            node = node.args[0]
+        else:
+            return False
+    return re.match("r[A-Z]", node.id) is not None
 
 
 def words(source: str) -> Iterator[tuple[str, str]]:
-    """(function, word) of words of the DSL that are not FREE, and of tensors that are no registers' `load` and
-    `store`."""
+    """(function, word) of words of the DSL that are not FREE, and of ACCESSES of tensors that are no registers."""
     found = list(nodes(source))
     inner = {id(node.value) for _, node in found if isinstance(node, ast.Attribute)}
     for function, node in found:
@@ -123,8 +137,8 @@ def words(source: str) -> Iterator[tuple[str, str]]:
             word = name.removeprefix("cute.")
             if word not in FREE:
                 yield function, word
-        elif isinstance(node, ast.Attribute) and node.attr in ("load", "store") and not name.startswith("self."):
-            if not is_register(node.value):
+        elif isinstance(node, ast.Attribute) and node.attr in ACCESSES and not is_register(node.value):
+            if name not in METHODS:
                 yield function, f".{node.attr}"
 
 
@@ -133,7 +147,12 @@ def test_every_access_is_listed() -> None:
     for name, source in files():
         for function, word in words(source):
             found.setdefault(f"{name} {function}", set()).add(word)
-    assert found == {name: set(listed.split()) for name, (listed, _) in LISTED.items()}
+    listed = {name: set(known.split()) for name, (known, _) in LISTED.items()}
+    for name, used in found.items():
+        for word in used - listed.get(name, set()):
+            raise AssertionError(f"{name}: {word} {ADVICE}")
+    stale = {name: known - found.get(name, set()) for name, known in listed.items()}
+    assert not {name: words for name, words in stale.items() if words}, "are listed, but not used there"
 
 
 @pytest.mark.parametrize(
@@ -153,6 +172,9 @@ def test_every_access_is_listed() -> None:
         ("cute.make_tensor(place, layout)", "make_tensor"),
         ("gX[0, None].store(rX.load())", ".store"),
         ("value = pair_at(word, Int64).load()", ".load"),
+        ("gX.fill(0)", ".fill"),
+        ("gX[rI[0], None].store(value)", ".store"),
+        ("self.gX.store(value)", ".store"),
     ],
 )
 def test_a_word_would_be_seen(code: str, word: str) -> None:
