@@ -161,6 +161,8 @@ def main() -> int:
     operations = words_of(parser, "operations", args.operations, MEASURED)
     if args.order != EXPERT_MAJOR:  # where sums are partial
         operations = [one for one in operations if "exact" not in one]
+        if not operations:
+            parser.error(f"operations = {args.operations}: must have one without exact sums in order {args.order}")
     budgets = budgets_of(parser, args.sms)
     at_least_one(parser, turns=args.turns, samples=args.samples)
     try:

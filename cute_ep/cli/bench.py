@@ -18,6 +18,7 @@ from cute_ep.cli.common import (
     bytes_text,
     chosen_shape,
     config,
+    measured_devices,
     print_table,
     seconds_text,
     step,
@@ -50,16 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure and print every case. Returns 0; EPConfigError where there is no GPU or the shape breaks a rule."""
-    from cute_ep.bench.machine import describe_devices, environment, parse_devices
+    from cute_ep.bench.machine import describe_devices, environment
     from cute_ep.runtime.connection import connected
 
     shape, sizes = chosen_shape(args), token_counts(args.tokens)
     formats = format_names(args.format) if args.format else formats_of(shape.hidden, DEFAULT_FORMATS) or DEFAULT_FORMATS
     if args.iterations < 1:
         raise EPConfigError(f"iterations = {args.iterations}: must be at least 1")
-    devices = parse_devices(args.devices, shape.num_experts)
-    if devices[0] == "cpu":
-        raise EPConfigError("devices = 'cpu': bench measures GPUs; verify and demo run on a CPU")
+    devices = measured_devices(args, shape, "bench")
     configs = {fmt: config(shape, len(devices), max(sizes), fmt, TIMEOUT_S) for fmt in formats}
 
     from cute_ep.bench.ceilings import floors, measure_ceilings

@@ -55,6 +55,17 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--library", metavar="DIR", help="folder of compiled kernels to look in first")
 
 
+def measured_devices(args: argparse.Namespace, shape: Preset, command: str) -> list[str]:
+    """The GPUs that `--devices` names, for a command that measures them; EPConfigError of `parse_devices`, or for a
+    CPU."""
+    from cute_ep.bench.machine import parse_devices
+
+    devices = parse_devices(args.devices, shape.num_experts)
+    if devices[0] == "cpu":
+        raise EPConfigError(f"devices = 'cpu': {command} measures GPUs; verify and demo run on a CPU")
+    return devices
+
+
 def add_budget_argument(parser: argparse.ArgumentParser) -> None:
     """`--sms`, as `connect_local` takes it."""
     parser.add_argument(

@@ -16,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cute_ep.api.config import EPConfig
-from cute_ep.api.errors import EPConfigError
 from cute_ep.api.presets import format_names, token_counts
 from cute_ep.cli import tune_beside
 from cute_ep.cli.common import (
@@ -25,6 +24,7 @@ from cute_ep.cli.common import (
     add_shape_arguments,
     chosen_shape,
     config,
+    measured_devices,
     print_table,
 )
 from cute_ep.layouts.maps.formats import formats_of
@@ -67,14 +67,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     where there is no GPU, the shape breaks a rule, or the file with the tables is damaged."""
     if args.beside is not None:
         return tune_beside.run(args, console)
-    from cute_ep.bench.machine import describe_devices, parse_devices
+    from cute_ep.bench.machine import describe_devices
 
     model = chosen_shape(args)
     sizes = sorted(set(token_counts(args.tokens or (QUICK_TOKENS if args.quick else TOKENS))))
     formats = format_names(args.format) if args.format else formats_of(model.hidden)
-    devices = parse_devices(args.devices, model.num_experts)
-    if devices[0] == "cpu":
-        raise EPConfigError("devices = 'cpu': tune measures GPUs")
+    devices = measured_devices(args, model, "tune")
     configs = [config(model, len(devices), max(sizes), fmt, TIMEOUT_S) for fmt in formats]
     read_tables()  # a damaged file is found now
     console.print(

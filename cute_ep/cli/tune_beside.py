@@ -17,7 +17,7 @@ from rich.table import Table
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.presets import Preset, format_names, token_counts
-from cute_ep.cli.common import chosen_shape, config, print_table, step
+from cute_ep.cli.common import chosen_shape, config, measured_devices, print_table, step
 
 if TYPE_CHECKING:
     from cute_ep.bench.beside import Matmul
@@ -55,12 +55,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.sms is not None:
         raise EPConfigError(f"sms = {args.sms}: --beside tries budgets itself, leave it out")
     if args.quick:
-        raise EPConfigError("quick: --beside measures 4096 tokens; leave it out, or name others by --tokens")
+        raise EPConfigError(f"quick: --beside measures {TOKENS} tokens; leave it out, or name others by --tokens")
     model, sizes = chosen_shape(args), token_counts(args.tokens or TOKENS)
     formats = format_names(args.format or FORMAT)
 
     from cute_ep.bench.beside import IN_LAYER, Matmul
-    from cute_ep.bench.machine import describe_devices, parse_devices
+    from cute_ep.bench.machine import describe_devices
 
     matmul = Matmul(rows, inner, columns)
     for tokens in sizes:
@@ -70,9 +70,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
                 f"beside = {args.beside!r}: a layer of {tokens} tokens has as many operations as {count:.3g} such "
                 f"matmuls, must be {IN_LAYER[0]} to {IN_LAYER[1]}; name the size of your layer's, or other --tokens"
             )
-    devices = parse_devices(args.devices, model.num_experts)
-    if devices[0] == "cpu":
-        raise EPConfigError("devices = 'cpu': tune measures GPUs")
+    devices = measured_devices(args, model, "tune")
     if len(set(devices)) < len(devices):
         raise EPConfigError(
             f"devices = {args.devices!r}: are {len(devices)} ranks on fewer GPUs, must be a GPU a rank, such as cuda:0"

@@ -1,4 +1,4 @@
-"""Numbers on command lines that must be positive."""
+"""What command lines of measurements refuse."""
 
 from __future__ import annotations
 
@@ -31,3 +31,14 @@ def test_numbers_below_one_are_refused(
     with pytest.raises(SystemExit):
         command.main()
     assert f"{option} = 0: must be at least 1" in capsys.readouterr().err
+
+
+def test_exact_sums_alone_are_refused_where_rows_are_by_source_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There sums are partial, so nothing would be measured."""
+    words = [*AGAINST, "--order", "rank_major", "--operations", "combine_exact,pair_exact"]
+    monkeypatch.setattr(sys, "argv", ["command", *words])
+    with pytest.raises(SystemExit):
+        kernel_turns.main()
+    assert "operations = combine_exact,pair_exact: must have one without exact sums" in capsys.readouterr().err
