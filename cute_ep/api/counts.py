@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from cute_ep.api.errors import EPInputError
-from cute_ep.api.host import host_memory
+from cute_ep.api.host import host_memory, is_capturing
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.routing import LOST_ROW
 
@@ -40,7 +40,7 @@ class HostCounts:
     def _copy(self, batch: Dispatched, stream: torch.cuda.Stream) -> torch.Tensor:
         """Enqueue the copies and the event. Returns their memory."""
         with torch.cuda.stream(stream):
-            if torch.cuda.is_current_stream_capturing():
+            if is_capturing(batch.row_counts.device):
                 raise EPInputError("stream: must not be capturing, a replay would not tell the host")
             groups = batch.row_counts.shape[0]
             words = host_memory((groups + 1,))

@@ -17,6 +17,11 @@ def host_memory(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what the current stream is given goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @torch.compiler.disable
 def host_list(tensor: torch.Tensor) -> Any:
     """`tensor.tolist()`, which waits for the current stream of the tensor's device."""

@@ -17,6 +17,7 @@ from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.finite import FiniteCheck
 from cute_ep.api.flags import Flags
+from cute_ep.api.host import is_capturing
 from cute_ep.api.provenance import Origin
 from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.api.types import CombineMode
@@ -114,7 +115,7 @@ class EPCommunicator(ABC):
         self._check_usable()
         if not isinstance(value, bool):
             raise EPInputError(f"check_finite = {value!r}: must be True or False")
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self.device):
             raise EPError("check_finite: must be set before a CUDA graph is captured")
         if value and self._finite is None:
             self._finite = FiniteCheck(self.cfg, self.device)  # kept for good: a graph may write to its memory
@@ -336,6 +337,7 @@ class EPCommunicator(ABC):
                 sums are wrong and the communicator is unusable. On the CPU that is an EPInputError of the combine.
             EPInputError: an expert id outside [-1, num_experts), more rows than the output buffers hold, or what
                 `check_finite` found; once.
+            EPError: a CUDA graph is being captured; the capture goes on.
         """
 
     @abstractmethod
@@ -367,7 +369,7 @@ class EPCommunicator(ABC):
 
         Raises:
             EPError: with one process per GPU, a rank did not come in twice `timeout_s`, or in 10 s if that is longer,
-                or its process has ended.
+                or its process has ended. Or a CUDA graph is being captured; the communicator stays open.
         """
 
     # ---- what a backend fills in
@@ -376,6 +378,11 @@ class EPCommunicator(ABC):
     _combines: Rounds
     _check_finite: bool = False
     _finite: FiniteCheck | None = None
+
+    def _refuse_capture(self, call: str) -> None:
+        """EPError for a call that waits, while a CUDA graph is being captured."""
+        if is_capturing(self.device):
+            raise EPError(f"{call}: waits for the GPU, so it must be called before or after a CUDA graph is captured")
 
     def _look(self, given: DispatchInput) -> None:
         """Look at what is sent next, where the caller wants that."""

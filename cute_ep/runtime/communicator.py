@@ -350,6 +350,7 @@ class Communicator(Launching):
         for.
         """
         self._check_open()
+        self._refuse_capture("synchronize")
         used, self._streams = self._streams, set()  # another thread may launch from now on
         try:
             wait_for(self.device, used, self._work_stream(), self._current_stream())
@@ -373,6 +374,7 @@ class Communicator(Launching):
     def close(self) -> None:
         """Release the communicator's memory, once all kernels of the group have ended."""
         if not self._closed:
+            self._refuse_capture("close")
             self._closed = True
             self._release(self)
 

@@ -14,6 +14,7 @@ from cute_ep.api.buffers import Beside, DispatchBuffers
 from cute_ep.api.carving import Carving, Pieces
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
+from cute_ep.api.host import is_capturing
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.local_arguments import TOLD_BESIDE_ENTRIES, TellArgs
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOP_K, RANK_MAJOR
@@ -176,7 +177,7 @@ class Counting:
         """
         communicator = self.communicator
         device, cfg = communicator.device, communicator.cfg
-        if told and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if told and is_capturing(device):
             raise EPError("the host waits for numbers of rows, so no CUDA graph can capture this call")
         communicator._send_row(counts, self.everyone, self.out)
         if self.told is not None:

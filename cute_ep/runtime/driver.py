@@ -274,15 +274,17 @@ class DeviceMemory:
             driver_calls.write(self.address + offset, content)
 
     def read(self, nbytes: int, stream: torch.cuda.Stream) -> bytes:
-        """The first bytes from `address`, a multiple of 4, as they are now: waits for nothing but `stream`."""
-        host = HostMemory(nbytes // 4)
-        try:
-            with on_device(self.device):
-                driver_calls.copy(host.address, self.address, nbytes, stream.cuda_stream)
-            stream.synchronize()
-            return bytes(host.words)
-        finally:
-            host.free()
+        """The first bytes from `address`, a multiple of 4, as they are now: waits for nothing but `stream`. May be
+        called while a graph is captured, as by a call that raises an EPTimeout."""
+        with driver_calls.relaxed_capture():
+            host = HostMemory(nbytes // 4)
+            try:
+                with on_device(self.device):
+                    driver_calls.copy(host.address, self.address, nbytes, stream.cuda_stream)
+                stream.synchronize()
+                return bytes(host.words)
+            finally:
+                host.free()
 
     def free(self) -> None:
         """Release the memory; no peer may still be writing to it."""

@@ -9,7 +9,8 @@ driver cuda-python raises RuntimeError.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from cuda.bindings import driver
@@ -139,9 +140,16 @@ def create_stream() -> int:
     return int(check(driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))))
 
 
-def relax_capture() -> None:
-    """Let the calling thread use the device while another thread captures a graph."""
-    check(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let the calling thread allocate, copy and wait while this or another thread captures a graph, which that would
+    otherwise end as invalid."""
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = check(driver.cuThreadExchangeStreamCaptureMode(mode))
+    try:
+        yield
+    finally:
+        check(driver.cuThreadExchangeStreamCaptureMode(before))
 
 
 # ---- memory

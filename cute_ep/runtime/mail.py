@@ -34,6 +34,7 @@ from cute_ep.layouts.maps.record import Region
 from cute_ep.layouts.maps.routing import OutputType
 from cute_ep.runtime.arguments import address, ids_record, row_vectors
 from cute_ep.runtime.driver import Kernel
+from cute_ep.runtime.driver_calls import relaxed_capture
 from cute_ep.runtime.rails.engine import Engine, Put, words_of
 from cute_ep.runtime.streams import give_back, take_stream
 from cute_ep.runtime.sums import slices_log2
@@ -147,12 +148,13 @@ class RankMail:
         words = self._view(landing * self.parts.second, self.map.payload.at(), torch.int64)
         if not words.is_cuda:
             return host_list(words)
-        stream = take_stream(words.device)
-        try:
-            with torch.cuda.stream(stream):
-                return host_list(words)
-        finally:
-            give_back(stream)
+        with relaxed_capture():  # as `DeviceMemory.read`
+            stream = take_stream(words.device)
+            try:
+                with torch.cuda.stream(stream):
+                    return host_list(words)
+            finally:
+                give_back(stream)
 
     # ---- frames
 

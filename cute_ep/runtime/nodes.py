@@ -330,6 +330,7 @@ class NodesCommunicator(EPCommunicator):
     def synchronize(self) -> None:
         """Wait for this rank's work and raise what its kernels reported, of the mail first."""
         self._check_open()
+        self._refuse_capture("synchronize")
         used, self._streams = self._streams, set()
         try:
             if used:
@@ -364,6 +365,7 @@ class NodesCommunicator(EPCommunicator):
     def close(self) -> None:
         """As of `EPCommunicator`."""
         if not self._closed:
+            self._refuse_capture("close")
             self._closed = True
             self._release(self)
 

@@ -32,6 +32,7 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
+from cute_ep.api.host import is_capturing
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.launch import FREE_SMS
 
@@ -119,7 +120,7 @@ class Pool:
 
     def capturing(self) -> bool:
         """Whether what the current stream is given goes into a CUDA graph."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return is_capturing(self.device)
 
     def find(self, cfg: EPConfig, sms: int | None = None, *, layer_on: torch.device | None = None) -> Opened | None:
         """What a request for this configuration finds; None: it must open one. `layer_on`: of a layer on this device,

@@ -6,7 +6,7 @@ import ctypes
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -100,7 +100,7 @@ def leave_out_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "take_stream", lambda device: stream)
     monkeypatch.setattr(nccl, "give_back", lambda stream: None)
     monkeypatch.setattr(nccl.driver_calls, "copy", lambda to, source, nbytes, _: ctypes.memmove(to, source, nbytes))
-    monkeypatch.setattr(nccl.driver_calls, "relax_capture", lambda: None)
+    monkeypatch.setattr(nccl.driver_calls, "relaxed_capture", nullcontext)
 
 
 @contextmanager

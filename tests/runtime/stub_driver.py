@@ -108,6 +108,11 @@ def through_memory_notes(kind: int) -> tuple[str, ...]:
     return (*created, *placed, f"export {kind} 0", f"import {kind}", *placed, "release", *left, *left, "release")
 
 
+def relaxed() -> None:
+    with calls.relaxed_capture():
+        calls.create_stream()
+
+
 def copied(address: int) -> None:
     calls.write(address, b"\x01\x02\x03")
     calls.copy(address + 4, address, 3, 77)
@@ -144,7 +149,7 @@ CASES = {
     ),
     "hold": Case(lambda: calls.hold_stream(77, 1 << 40, 5), None, ("wait_value 77 1099511627776 5 0",)),
     "stream": Case(calls.create_stream, 21, ("create_stream 1",)),
-    "capture": Case(calls.relax_capture, None, ("capture_mode 2",)),
+    "capture": Case(relaxed, None, ("capture_mode 2", "create_stream 1", "capture_mode 0")),
     "no memory": Case(lambda: calls.allocate(1 << 25), None, ("allocate 33554432",)),
     "allocation that fails": Case(
         lambda: calls.allocate(1 << 30), "CUDA driver: CUDA_ERROR_INVALID_VALUE", ("allocate 1073741824",)

@@ -120,8 +120,7 @@ class NcclRail:
             self._end(BRIEFLY_S)
 
     def _set_abort(self) -> None:
-        with on_device(self._device):
-            driver_calls.relax_capture()
+        with on_device(self._device), driver_calls.relaxed_capture():
             one = self._host.address + 8 * 2 * len(Channel)
             driver_calls.copy(self._abort, one, 8, self._stream.cuda_stream)
             wait_until(self._stream.query, BRIEFLY_S)
@@ -153,8 +152,7 @@ class NcclRail:
 
     def _abort_one(self, communicator: int) -> None:
         try:
-            with on_device(self._device):
-                driver_calls.relax_capture()
+            with on_device(self._device), driver_calls.relaxed_capture():
                 self._library.abort(communicator)
             self._left.discard(communicator)
         except Exception as error:

@@ -85,10 +85,10 @@ class Watch:
 
     def _run(self) -> None:
         try:
-            driver_calls.relax_capture()
-            while not self._stop.wait(self._tick_s):
-                if self._look():
-                    return
+            with driver_calls.relaxed_capture():
+                while not self._stop.wait(self._tick_s):
+                    if self._look():
+                        return
         except Exception:  # nobody may wait for what is not watched, nor take it for right
             LOG.exception("rank %s: exchanges between nodes end, they cannot be watched any more", self._status.rank)
             for channel in Channel:

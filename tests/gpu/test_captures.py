@@ -1,0 +1,75 @@
+"""Calls that raise while a CUDA graph is captured: the capture goes on, and torch's random numbers work behind it (of a
+capture that ended as invalid torch 2.11 goes on counting them)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from cute_ep.api.errors import EPError, EPTimeout
+from cute_ep.api.interface import EPCommunicator
+
+from .node_rounds import Rounds, config
+from .test_nodes import connected
+
+Call = Callable[[EPCommunicator, dict, torch.Tensor, object], object]
+CALLS: dict[str, Call] = {
+    "dispatch": lambda ep, given, rows, batch: ep.dispatch(**given),
+    "combine": lambda ep, given, rows, batch: ep.combine(rows, batch),
+    "dispatch_async": lambda ep, given, rows, batch: ep.dispatch_async(**given),
+    "combine_async": lambda ep, given, rows, batch: ep.combine_async(rows, batch),
+}
+MODES = ("global", "thread_local", "relaxed")
+CASES = {"one node": (1, 2), "two nodes": (2, 1)}
+"""Nodes, and ranks of each."""
+
+
+@contextmanager
+def captured(mode: str) -> Iterator[None]:
+    """A capture with an operation on either side of the body, whose replays then do both."""
+    graph, sums = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        sums.add_(1)
+        yield
+        sums.add_(1)
+    graph.replay()
+    assert sums.item() == 2
+    torch.rand(1, device="cuda")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_call_behind_a_timeout_raises_it_with_the_flags(case: str, call: str, mode: str) -> None:
+    with connected(config(*CASES[case], timeout_s=1)) as made:
+        rounds = Rounds(made, 1, [None])
+        ep = made[0]
+        batch = ep.dispatch(**rounds.given[0][0])
+        with pytest.raises(EPTimeout):
+            ep.synchronize()
+        with captured(mode), pytest.raises(EPTimeout) as caught:
+            CALLS[call](ep, rounds.given[0][0], rounds.rows[0][0], batch)
+        assert caught.value.missing == (1,) and caught.value.flags is not None
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("call", ["synchronize", "close"])
+@pytest.mark.parametrize("case", CASES)
+def test_calls_that_wait_are_refused_and_work_behind_the_capture(case: str, call: str, mode: str) -> None:
+    with connected(config(*CASES[case])) as made:
+        rounds = Rounds(made, 1, [None])
+        for ep in made:
+            with (
+                captured(mode),
+                pytest.raises(EPError, match=f"{call}: waits for the GPU, so it must be called"),
+            ):
+                getattr(ep, call)()
+            assert not ep.closed
+        rounds.enqueue(0)
+        rounds.check()
+        for ep in made:
+            ep.synchronize()
