@@ -30,9 +30,10 @@ LONG_SPANS = (32, 160)
 """Slices for each pipeline from which on a span of partial sums has two and four chunks: flags cost them time, which
 the rows of exact sums hide. With spans of 4, 8 and 16 tokens, 4096 take 352, 335 and 335 us on 24 SMs, on 44 SMs 222,
 216 and 238; 1024 on 24 SMs take 107, 102 and 113 (2 x H200, 2026-11-27)."""
-LOOKS, FEW_LOOKS, FEW_CTAS = 160, 16, 32
+LOOKS, FEW_LOOKS, FEW_CTAS = 160, 16, 24
 """Looks for a run before a pipeline sends a span instead; fewer for partial sums on few SMs, which do not fill the
-links: 1024 tokens take 102 us on 24 SMs, with LOOKS 107; on 44 SMs 82.8 and 80.4 (2 x H200, 2026-11-27)."""
+links: 1024 tokens take 102 us on 24 SMs, with LOOKS 107; on 44 SMs 82.8 and 80.4 (2 x H200, 2026-11-27). On 32 SMs 1100
+/ 4096 tokens take 90.0 / 284 us with FEW_LOOKS, 85.1 / 254 with LOOKS (2 x H200, 2026-11-30)."""
 RUNS = 4
 """Runs for each pipeline below which they become shorter. With as many tokens as a warp has lanes for, and with at
 least 4, 8 and 16 runs, partial sums of 1024 tokens take 102, 98.5, 103 and 103 us on 24 SMs, on 44 SMs 83.9, 70.4, 70.4
