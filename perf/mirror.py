@@ -38,6 +38,7 @@ from cute_ep.bench.tune import tune_size
 from cute_ep.layouts.maps.arena import ARENA_ALIGNMENT, PAGE_BYTES, region_arguments, return_slots
 from cute_ep.layouts.maps.arguments import Regions
 from cute_ep.layouts.maps.record import RegionMap, align_up
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR, ROW_ORDERS, RowOrder
 from cute_ep.layouts.maps.variants import NO_HOOKS
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.driver import DeviceMemory, enable_all_peers, resident_ctas
@@ -46,6 +47,7 @@ from cute_ep.runtime.gpus import check_gpu
 from cute_ep.runtime.parts import RankParts, load_kernels, unload_kernels
 from cute_ep.tuning.builtin import built_in
 from perf.cases import MAIN, MIRROR_TOKENS, QUICK_FORMATS
+from perf.orders import in_order
 
 GPUS = 2
 RANKS = 4
@@ -198,7 +200,8 @@ def make_mirror_sets(cfg: EPConfig, tokens: int, sets: int = SETS) -> InputSets:
 
 
 def check_mirror(cfg: EPConfig, library: str | None) -> None:
-    """RuntimeError unless the tokens come back, where experts return the BF16 rows that they get and weigh alike."""
+    """RuntimeError unless the tokens come back, where experts return the BF16 rows that they get and weigh alike; in
+    rank-major order as often as they have ranks, which weigh nothing."""
     batches = [one[0] for one in make_mirror_sets(cfg, cfg.max_tokens_per_rank, sets=1).batches]
     for batch in batches:
         batch.router_weights.fill_(1 / cfg.top_k)
@@ -208,7 +211,11 @@ def check_mirror(cfg: EPConfig, library: str | None) -> None:
             batch.rows.copy_(batch.buffers.tokens)
         runner.on_all(lambda rank: run_round(communicators[rank], batches[rank], "combine_partial"))
     for rank, batch in enumerate(batches):
-        if not torch.equal(batch.result, batch.x):
+        expected = batch.x
+        if cfg.is_rank_major:
+            owners = torch.nn.functional.one_hot(batch.topk_ids.long() // cfg.local_experts, cfg.world_size)
+            expected = (batch.x.float() * owners.amax(1).sum(1, keepdim=True)).bfloat16()
+        if not torch.equal(batch.result, expected):
             raise RuntimeError(f"mirror of {cfg.world_size} ranks: rank {rank} does not get its tokens back")
 
 
@@ -219,18 +226,19 @@ def measure_mirror(
     say: Callable[[str], None],
     *,
     ranks: int = RANKS,
+    order: RowOrder = EXPERT_MAJOR,
     tune: bool = False,
 ) -> list[dict]:
-    """`measure` of OPERATIONS with the built-in tables, at the main shape, with "ranks" in every result. With `tune`
-    "best" is the entry that `tune_size` finds for an operation, "best_us" its time.
+    """`measure` of OPERATIONS with the built-in tables, at the main shape with rows in this order, with "ranks" in
+    every result. With `tune` "best" is the entry that `tune_size` finds for an operation, "best_us" its time.
 
     Raises:
         RuntimeError: of `check_mirror`.
     """
     results = []
     for tokens in CHECKED_TOKENS:
-        check_mirror(MAIN.config("bf16", ranks, tokens), library)
-    for cfg in (MAIN.config(fmt, ranks, tokens) for fmt in formats for tokens in sizes):
+        check_mirror(in_order(MAIN.config("bf16", ranks, tokens), order), library)
+    for cfg in (in_order(MAIN.config(fmt, ranks, tokens), order) for fmt in formats for tokens in sizes):
         sets = make_mirror_sets(cfg, cfg.max_tokens_per_rank)
         with connect_mirror(cfg, library) as communicators, make_runner(communicators) as runner:
             cases = measure(communicators, sets, OPERATIONS, SAMPLES, runner)
@@ -253,6 +261,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=RANKS, help=f"ranks whose traffic there is (default {RANKS})")
     parser.add_argument("--tokens", metavar="T[,T]", help=f"tokens of every rank (default {MIRROR_TOKENS})")
     parser.add_argument("--format", metavar="F[,F]", help=f"formats (default {QUICK_FORMATS})")
+    parser.add_argument("--order", choices=ROW_ORDERS, default=EXPERT_MAJOR, help="of rows (default: %(default)s)")
     parser.add_argument("--tune", action="store_true", help="search for faster launch shapes too")
     parser.add_argument("--library", metavar="DIR", help="folder of compiled kernels to look in first")
     args = parser.parse_args()
@@ -264,7 +273,8 @@ def main() -> int:
         check_gpu(f"devices = the first {GPUS} GPUs", GPUS - 1)
     except EPConfigError as error:
         parser.error(str(error))
-    measure_mirror(formats, sizes, args.library, partial(print, flush=True), ranks=args.ranks, tune=args.tune)
+    say = partial(print, flush=True)
+    measure_mirror(formats, sizes, args.library, say, ranks=args.ranks, order=args.order, tune=args.tune)
     return 0
 
 

@@ -17,8 +17,9 @@ from rich.table import Table
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.presets import PRESETS, Preset, preset_named
-from cute_ep.api.types import FormatName
+from cute_ep.api.types import FormatName, RowOrder
 from cute_ep.layouts.maps.record import Region
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,9 +103,12 @@ def step(console: Console, text: str) -> Iterator[None]:
         yield
 
 
-def config(shape: Preset, ranks: int, tokens: int, fmt: str, timeout_s: float = 60.0) -> EPConfig:
+def config(
+    shape: Preset, ranks: int, tokens: int, fmt: str, timeout_s: float = 60.0, order: RowOrder = EXPERT_MAJOR
+) -> EPConfig:
     """The deployment of a shape; EPConfigError names the rule that it breaks."""
-    return EPConfig(shape.hidden, shape.num_experts, shape.top_k, tokens, ranks, cast(FormatName, fmt), timeout_s)
+    numbers = shape.hidden, shape.num_experts, shape.top_k, tokens, ranks
+    return EPConfig(*numbers, cast(FormatName, fmt), timeout_s, row_order=order)
 
 
 def message_regions(cfg: EPConfig) -> tuple[Region, Region]:

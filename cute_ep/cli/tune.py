@@ -28,17 +28,21 @@ from cute_ep.cli.common import (
     print_table,
 )
 from cute_ep.layouts.maps.formats import formats_of
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR, ROW_ORDERS, RowOrder
 from cute_ep.tuning.builtin import built_in
 from cute_ep.tuning.file import Setting, find_tuning, read_tables, tuning_file, write_tables
-from cute_ep.tuning.launch_shape import Shape, Tuning
+from cute_ep.tuning.launch_shape import FAMILIES, Shape, Tuning
 
 if TYPE_CHECKING:
     from cute_ep.bench.tune import Outcome
 
 LOG = logging.getLogger(__name__)
-OPERATIONS = {"dispatch": ("dispatch",), "combine": ("combine_exact", "combine_partial")}
-"""What is timed for a family's table; the geometric mean counts. Combine is timed with the first format only: rows come
-home in bfloat16 whatever they were dispatched in."""
+OPERATIONS: dict[RowOrder, dict[str, tuple[str, ...]]] = {
+    "expert_major": {"dispatch": ("dispatch",), "combine": ("combine_exact", "combine_partial")},
+    "rank_major": {"dispatch": ("dispatch",), "combine": ("combine_partial",)},
+}
+"""What is timed for a family's table, by the order of rows; the geometric mean counts. Combine is timed with the first
+format only: rows come home in bfloat16 whatever they were dispatched in."""
 TOKENS, QUICK_TOKENS = "1,4,8,16,32,64,128,256,512,1024,2048,4096", "1,16,64,128,256,512,1024,4096"
 """One in each range of the built-in tables but the one that ends where pipelines begin; the quick ones: of the tables
 for whole GPUs."""
@@ -52,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_budget_argument(parser)
     parser.add_argument("--tokens", metavar="T[,T]", help=f"tokens of every rank (default {TOKENS})")
     parser.add_argument("--format", metavar="F[,F]", help="token formats (default all that hold the shape)")
+    parser.add_argument(
+        "--order", choices=ROW_ORDERS, default=EXPERT_MAJOR, help="of rows; each has tables (default %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help=f"fewer numbers of tokens: {QUICK_TOKENS}")
     parser.add_argument(
         "--beside",
@@ -73,10 +80,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     sizes = sorted(set(token_counts(args.tokens or (QUICK_TOKENS if args.quick else TOKENS))))
     formats = format_names(args.format) if args.format else formats_of(model.hidden)
     devices = measured_devices(args, model, "tune")
-    configs = [config(model, len(devices), max(sizes), fmt, TIMEOUT_S) for fmt in formats]
+    configs = [config(model, len(devices), max(sizes), fmt, TIMEOUT_S, args.order) for fmt in formats]
     read_tables()  # a damaged file is found now
     console.print(
-        f"{model.name}: hidden {model.hidden}, {model.num_experts} experts, top-{model.top_k}; "
+        f"{model.name}: hidden {model.hidden}, {model.num_experts} experts, top-{model.top_k}, {args.order}; "
         f"{describe_devices(devices, args.sms)}; into {tuning_file()}",
         highlight=False,
         soft_wrap=True,
@@ -86,7 +93,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(sizes) * (len(configs) + 1))
         for cfg in configs:
-            families = tuple(OPERATIONS) if cfg is configs[0] else ("dispatch",)
+            families = FAMILIES if cfg is configs[0] else ("dispatch",)
             found = tune_format(cfg, ranks, families, sizes, partial(progress.update, task))
             keep(found, devices)
             add_results(table, found)
@@ -134,7 +141,7 @@ def tune_format(
             for family in families:
                 LOG.info("tuning %s, %s, %d tokens per rank", family, cfg.dispatch_format, tokens)
                 step(description=f"{family} {cfg.dispatch_format} {tokens} tokens")
-                outcome = tune_size(communicators, sets, family, lanes, OPERATIONS[family])
+                outcome = tune_size(communicators, sets, family, lanes, OPERATIONS[cfg.row_order][family])
                 found.outcomes[family][tokens] = outcome
                 step(advance=1)
             del sets

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     )
     for tokens in sizes:
         for fmt in formats:
-            cfg = config(model, len(devices), tokens, fmt, TIMEOUT_S)
+            cfg = config(model, len(devices), tokens, fmt, TIMEOUT_S, args.order)
             found = measure(cfg, model, devices, args.library, matmul, console)
             print_table(console, table_of(cfg, found))
             console.print(advice(found), highlight=False, soft_wrap=True)

@@ -11,7 +11,6 @@ from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arena import (
     COMBINE_ITEMSIZE,
     LAMPORT_TOKENS,
-    MANY_SLICES,
     MAX_SLICES,
     SEGMENT_BYTES,
     message_bytes,
@@ -52,93 +51,140 @@ MIDDLE = (
 )
 """Dispatch of more than two ranks: messages below 5000 bytes but FP4's of 7168 elements, and, up to 1024 tokens, those
 up to 10000 bytes."""
-DISPATCH: dict[int, dict[int, tuple[Entry, ...]]] = {
-    2: {
-        3000: (
-            *FEW,
-            UP_TO_64,
-            Entry(256, ONE_A_SM, 32 / 132, 2),
-            *UP_TO_1024_OF_TWO,
-            Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66),
-        ),
-        4095: (
-            *FEW,
-            UP_TO_64,
-            *UP_TO_256_OF_TWO,
-            *UP_TO_1024_OF_TWO,
-            Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66),
-        ),
-        7000: (
-            *FEW,
-            Entry(128, ONE_A_SM, 24 / 132, 4),
-            Entry(256, ONE_A_SM, 32 / 132, 2),
-            *UP_TO_1024_OF_TWO,
-            Entry(MANY, MANY, 1 / 2, 2, most_senders=64, split_from=66),
-        ),
-        10000: (
-            *FEW,
-            UP_TO_64,
-            *UP_TO_256_OF_TWO,
-            Entry(1024, MANY, 1 / 4, 1, most_senders=48),
-            Entry(MANY, MANY, 1 / 3, 4, most_senders=64, split_from=34),
-        ),
-        MANY: (
-            *FEW_LARGE,
-            Entry(96, ONE_A_SM, 24 / 132, 8),
-            Entry(128, MANY, 48 / 264, 8, most_senders=18),
-            Entry(256, MANY, 48 / 264, 4, most_senders=18),
-            Entry(1024, MANY, 48 / 264, 4, most_senders=22),
-            Entry(MANY, MANY, 3 / 16, 4, most_senders=40),
-        ),
-    },
-    MANY: {
-        3000: SHORT,
-        4095: (
-            *FEW_OF_MANY,
-            UP_TO_64,
-            Entry(128, MANY, 1 / 4, 4, most_senders=32),
-            Entry(256, MANY, 1 / 4, 2, most_senders=32),
-            Entry(512, MANY, 1 / 4, 1, most_senders=32),
-            Entry(1024, MANY, 1 / 4, 4, most_senders=32),
-            Entry(MANY, MANY, 3 / 8, 2, most_senders=56),
-        ),
-        5000: SHORT,
-        8000: (*MIDDLE, Entry(MANY, MANY, 1 / 3, 4, most_senders=44)),
-        10000: (*MIDDLE, Entry(MANY, MANY, 1 / 3, 4, packed=True, most_senders=44)),
-        MANY: (
-            *FEW_LARGE,
-            UP_TO_64,
-            UP_TO_128,
-            Entry(256, MANY, 64 / 264, 2, packed=True),
-            Entry(1024, MANY, 1 / 4, 4, packed=True, most_senders=48),
-            Entry(MANY, MANY, 1 / 4, 4, most_senders=28),
-        ),
-    },
-}
-"""Tables for at most so many ranks, and of those for messages of at most so many bytes. H200s (264 CTAs), 2026-11-22:
-rows of 7168 elements, 256 experts, top-8 on two GPUs (from 128 tokens on BF16 anew on 2026-11-26, since a rank's own
-tokens are no messages), for more ranks on four, up to 512 tokens as their traffic on two (`perf.mirror`); other
-messages so too, rows of 2048 to 6144 elements, 128 experts, top-8 and top-4. `split_from`: the same GPUs with 16, 32,
-64 and 128 CTAs a rank. For four ranks `perf.mirror --tune` found nothing faster by 2 % on 2026-11-29, BF16 and FP8, 128
-to 4096 tokens."""
-RETURNS = (Entry(2, 64, 0, 32), Entry(32, ONE_A_SM, 0, 32))
-COMBINE: dict[int, tuple[Entry, ...]] = {
-    2: (
-        *RETURNS,
-        Entry(256, MANY, 0, 32),
-        Entry(1024, MANY, 2 / 3, 16, split_from=130),
-        Entry(MANY, MANY, 208 / 264, 4, split_from=130),
+OF_TWO: dict[int, tuple[Entry, ...]] = {
+    3000: (
+        *FEW,
+        UP_TO_64,
+        Entry(256, ONE_A_SM, 32 / 132, 2),
+        *UP_TO_1024_OF_TWO,
+        Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66),
+    ),
+    4095: (
+        *FEW,
+        UP_TO_64,
+        *UP_TO_256_OF_TWO,
+        *UP_TO_1024_OF_TWO,
+        Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66),
+    ),
+    7000: (
+        *FEW,
+        Entry(128, ONE_A_SM, 24 / 132, 4),
+        Entry(256, ONE_A_SM, 32 / 132, 2),
+        *UP_TO_1024_OF_TWO,
+        Entry(MANY, MANY, 1 / 2, 2, most_senders=64, split_from=66),
+    ),
+    10000: (
+        *FEW,
+        UP_TO_64,
+        *UP_TO_256_OF_TWO,
+        Entry(1024, MANY, 1 / 4, 1, most_senders=48),
+        Entry(MANY, MANY, 1 / 3, 4, most_senders=64, split_from=34),
     ),
     MANY: (
-        *RETURNS,
-        Entry(64, ONE_A_SM, 0, 32),
-        Entry(128, MANY, 0, 32),
-        Entry(512, MANY, 1 / 2, 32, split_from=66),
-        Entry(1024, MANY, 1 / 2, 32, split_from=34),
-        Entry(MANY, MANY, 208 / 264, 4, split_from=66),
+        *FEW_LARGE,
+        Entry(96, ONE_A_SM, 24 / 132, 8),
+        Entry(128, MANY, 48 / 264, 8, most_senders=18),
+        Entry(256, MANY, 48 / 264, 4, most_senders=18),
+        Entry(1024, MANY, 48 / 264, 4, most_senders=22),
+        Entry(MANY, MANY, 3 / 16, 4, most_senders=40),
     ),
 }
-"""Tables for at most so many ranks, measured as DISPATCH."""
+RANK_MAJOR_OF_TWO: dict[int, tuple[Entry, ...]] = {
+    4095: (
+        *FEW,
+        UP_TO_64,
+        Entry(256, MANY, 1 / 4, 2, most_senders=64),
+        *UP_TO_1024_OF_TWO,
+        Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66),
+    ),
+    10000: (
+        *FEW,
+        UP_TO_64,
+        Entry(256, MANY, 1 / 4, 4, most_senders=32),
+        Entry(512, MANY, 1 / 4, 2, most_senders=32),
+        Entry(1024, MANY, 1 / 3, 1, most_senders=64),
+        Entry(MANY, MANY, 1 / 3, 2, most_senders=64, split_from=34),
+    ),
+    MANY: (
+        *FEW_LARGE,
+        Entry(96, ONE_A_SM, 24 / 132, 8),
+        Entry(128, MANY, 48 / 264, 8, most_senders=18),
+        Entry(512, MANY, 1 / 8, 8, most_senders=16),
+        Entry(1024, MANY, 1 / 4, 4, most_senders=32),
+        Entry(MANY, MANY, 3 / 8, 4, most_senders=48),
+    ),
+}
+"""Dispatch of two ranks whose rows are by source rank: messages of 7168 elements in NVFP4, FP8 and BF16. Of 1024 / 4096
+tokens BF16 takes 48.3 / 173.4 us so, FP8 32.2 / 103.3, with the shapes of OF_TWO 51.7 / 176.5 and 33.9 / 112.4; NVFP4
+of 256 tokens 10.7 and 11.9 (2 x H200, 2026-11-30)."""
+OF_MORE: dict[int, tuple[Entry, ...]] = {
+    3000: SHORT,
+    4095: (
+        *FEW_OF_MANY,
+        UP_TO_64,
+        Entry(128, MANY, 1 / 4, 4, most_senders=32),
+        Entry(256, MANY, 1 / 4, 2, most_senders=32),
+        Entry(512, MANY, 1 / 4, 1, most_senders=32),
+        Entry(1024, MANY, 1 / 4, 4, most_senders=32),
+        Entry(MANY, MANY, 3 / 8, 2, most_senders=56),
+    ),
+    5000: SHORT,
+    8000: (*MIDDLE, Entry(MANY, MANY, 1 / 3, 4, most_senders=44)),
+    10000: (*MIDDLE, Entry(MANY, MANY, 1 / 3, 4, packed=True, most_senders=44)),
+    MANY: (
+        *FEW_LARGE,
+        UP_TO_64,
+        UP_TO_128,
+        Entry(256, MANY, 64 / 264, 2, packed=True),
+        Entry(1024, MANY, 1 / 4, 4, packed=True, most_senders=48),
+        Entry(MANY, MANY, 1 / 4, 4, most_senders=28),
+    ),
+}
+DISPATCH: dict[RowOrder, dict[int, dict[int, tuple[Entry, ...]]]] = {
+    "expert_major": {2: OF_TWO, MANY: OF_MORE},
+    "rank_major": {2: OF_TWO | RANK_MAJOR_OF_TWO, MANY: OF_MORE},
+}
+"""Tables by the order of rows, for at most so many ranks, and of those for messages of at most so many bytes. H200s
+(264 CTAs), 2026-11-22: rows of 7168 elements, 256 experts, top-8 on two GPUs (from 128 tokens on BF16 anew on
+2026-11-26, since a rank's own tokens are no messages), for more ranks on four, up to 512 tokens as their traffic on two
+(`perf.mirror`); other messages so too, rows of 2048 to 6144 elements, 128 experts, top-8 and top-4. `split_from`: the
+same GPUs with 16, 32, 64 and 128 CTAs a rank. For four ranks `perf.mirror --tune` found no dispatch that is faster by 2
+% on 2026-11-29, BF16 and FP8, 128 to 4096 tokens; by source rank FP8 of 1024 may gain 4 (2026-11-30)."""
+RETURNS = (Entry(2, 64, 0, 32), Entry(32, ONE_A_SM, 0, 32))
+RETURNS_OF_MORE = (
+    *RETURNS,
+    Entry(64, ONE_A_SM, 0, 32),
+    Entry(128, MANY, 0, 32),
+    Entry(512, MANY, 1 / 2, 32, split_from=66),
+    Entry(1024, MANY, 1 / 2, 32, split_from=34),
+    Entry(MANY, MANY, 2 / 3, 8, split_from=66),
+)
+COMBINE: dict[RowOrder, dict[int, tuple[Entry, ...]]] = {
+    "expert_major": {
+        2: (
+            *RETURNS,
+            Entry(256, MANY, 0, 32),
+            Entry(1024, MANY, 2 / 3, 16, split_from=130),
+            Entry(MANY, MANY, 208 / 264, 4, split_from=130),
+        ),
+        MANY: RETURNS_OF_MORE,
+    },
+    "rank_major": {
+        2: (
+            *RETURNS,
+            Entry(128, MANY, 0, 32),
+            Entry(256, MANY, 13 / 24, 32, split_from=130),
+            Entry(1024, MANY, 13 / 24, 16, split_from=130),
+            Entry(MANY, MANY, 13 / 24, 4, split_from=130),
+        ),
+        MANY: RETURNS_OF_MORE,
+    },
+}
+"""Tables by the order of rows, for at most so many ranks, measured as DISPATCH. Where rows are by source rank a sender
+reads one row for each that it sends, so fewer of them fill the links: of 512 / 1024 / 2048 / 4096 tokens of two ranks
+these take 26.5 / 47.7 / 96.5 / 177 us, with the shapes for rows by expert 28.9 / 53.3 / 109 / 193. With 208 of 264 CTAs
+and 4 slices 2048 / 4096 tokens of four ranks took 241 / 458 us instead of 232 / 449 (their traffic on two; 2 x H200,
+2026-11-30)."""
 FEW_RETURNS = {2: 512, MANY: 256}
 """Most tokens, for at most so many ranks, whose rows come home to few SMs in about as many slices as there are warps.
 Partial combine of 4 to 512 tokens on 8 to 124 SMs is within 6 % of the fastest so. As many as with all SMs, in
@@ -198,7 +244,7 @@ TWIN_DISPATCH: dict[RowOrder, dict[int, tuple[Entry, ...]]] = {
 rows of 7168 elements in BF16, FP8 and NVFP4, 256 experts, top-8, with 8, 24 and 44 SMs, up to 64 tokens with 8 to 66
 (2 x H200, 2026-11-27). Receivers write a message once where rows are by source rank, and as often as it has experts
 otherwise; quantised rows cost senders more."""
-OF_PIPELINES = Entry(MANY, MANY, 0, MANY_SLICES)
+OF_PIPELINES = Entry(MANY, MANY, 0, 4)
 """Combine, where pipelines carry rows: long ones have a flag for every four. Exact combine of 1024 / 4096 tokens takes
 217 / 730 us so on 24 SMs, with a flag for every 16 tokens 245 / 849; partial sums have longer spans
 (`kernels/combine/piped_schedule.py`; 2 x H200, 2026-11-27)."""
@@ -220,10 +266,10 @@ def built_in(cfg: EPConfig, ctas: int, *, ring_bytes: int = 0) -> Tuning:
     4 x H200, 2026-11-22, 16 SMs a rank: partial combine of 1024 tokens 623 -> 315 us (284 where every CTA does both).
     """
     nbytes = message_bytes(cfg.format, cfg.hidden)
-    dispatch = _scaled(_first_of(_first_of(DISPATCH, cfg.peers), nbytes), ctas)
+    dispatch = _scaled(_first_of(_first_of(DISPATCH[cfg.row_order], cfg.peers), nbytes), ctas)
     if has_twins(ctas, ring_bytes):
         dispatch = [dispatch[0], *_first_of(TWIN_DISPATCH[cfg.row_order], nbytes)]
-    combine = _scaled(_first_of(COMBINE, cfg.peers), ctas)
+    combine = _scaled(_first_of(COMBINE[cfg.row_order], cfg.peers), ctas)
     if ctas <= ONE_A_SM:
         combine = _few_returns(combine, ctas, _first_of(FEW_RETURNS, cfg.peers))
     if has_pipelines(cfg, ring_bytes):

@@ -20,9 +20,9 @@ from cute_ep.tuning.launch_shape import FAMILIES, Entry, Tuning, has_pipelines, 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a table was measured for: GPUs, CTAs that a rank may have, ranks that exchange messages, shape, format and
-    order of dispatched rows (None for combine, whose rows come home alike whatever these were), and whether CTAs may
-    have twins (dispatch) or pipelines (combine)."""
+    """What a table was measured for: GPUs, CTAs that a rank may have, ranks that exchange messages, shape, format of
+    dispatched rows (None for combine, whose rows come home in one) and their order, and whether CTAs may have twins
+    (dispatch) or pipelines (combine)."""
 
     gpu: str
     gpus: int
@@ -39,10 +39,10 @@ class Setting:
     def of(cls, family: str, cfg: EPConfig, gpu: str, gpus: int, ctas: int, *, ring_bytes: int = 0) -> Setting:
         """The setting of a family's table for `cfg` on `gpus` GPUs called `gpu`, with so many CTAs a rank, which have
         `ring_bytes` as of `built_in`."""
-        fmt, order, fills_sms = None, None, has_pipelines(cfg, ring_bytes)
+        fmt, fills_sms = None, has_pipelines(cfg, ring_bytes)
         if family == "dispatch":
-            fmt, order, fills_sms = cfg.dispatch_format, cfg.row_order, has_twins(ctas, ring_bytes)
-        return cls(gpu, gpus, ctas, cfg.peers, cfg.hidden, cfg.num_experts, cfg.top_k, fmt, order, fills_sms)
+            fmt, fills_sms = cfg.dispatch_format, has_twins(ctas, ring_bytes)
+        return cls(gpu, gpus, ctas, cfg.peers, cfg.hidden, cfg.num_experts, cfg.top_k, fmt, cfg.row_order, fills_sms)
 
 
 Tables = dict[Setting, tuple[Entry, ...]]

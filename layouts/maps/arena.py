@@ -61,8 +61,8 @@ SEGMENT_BYTES = 32 * VECTOR_BYTES
 """Payload bytes that a warp carries at a time."""
 MAX_SLICES = 32
 """Most slices into which a Lamport row is cut, so that several warps may carry one token."""
-MANY_SLICES = 4
-"""Most slices of a row that is not a Lamport row."""
+MANY_SLICES = 8
+"""Most slices of a row that is not a Lamport row. There are flags for twice as many."""
 CHUNK = WARPS
 """Slices that share a flag where rows are not Lamport rows: one for each warp of a CTA."""
 LAMPORT_TOKENS = 1024

@@ -220,11 +220,11 @@ def test_a_source_says_whether_its_rows_come_home_with_flags(
     shapes = [
         cache.shape(grid_of(24), one, tokens) for one in ("dispatch", "dispatch_async", "combine", "combine_wait")
     ]
-    tables = Tuning((Entry(MANY, MANY, 0, 1),), (Entry(LAMPORT_TOKENS, MANY, 0, 32), Entry(MANY, MANY, 0, 4)))
+    tables = Tuning((Entry(MANY, MANY, 0, 1),), (Entry(LAMPORT_TOKENS, MANY, 0, 32), Entry(MANY, MANY, 0, 8)))
     shapes += [cache.shape(tables, "dispatch", tokens)]
     assert [are_flagged(one.returns) for one in shapes] == [flagged] * 5 == [one.flagged for one in shapes]
     few = not flagged and 0 < tokens
-    assert [1 << return_slices_log2(one.returns) for one in shapes] == [1] * 4 + [32 if few else 4]
+    assert [1 << return_slices_log2(one.returns) for one in shapes] == [1] * 4 + [32 if few else 8]
 
 
 @pytest.mark.parametrize("operation", ["dispatch", "dispatch_async", "dispatch_wait"])

@@ -8,10 +8,10 @@ from itertools import product
 import pytest
 
 from cute_ep.api.config import EPConfig
-from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MANY_SLICES, message_bytes
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, message_bytes
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.launch import RING_BYTES
-from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, RowOrder
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR, MAX_TOKENS_PER_RANK, ROW_ORDERS, RowOrder
 from cute_ep.tuning.builtin import COMBINE, DISPATCH, FEW_RETURNS, TABLE_CTAS, built_in
 from cute_ep.tuning.launch_shape import FAMILIES, MANY, PIPED_TOKENS, TWIN_CTAS, Entry
 
@@ -108,7 +108,7 @@ def test_tables_of_twins_are_for_all_rows() -> None:
         for tokens in (1, 2, 32, 33, 24 * PIPED_TOKENS):
             found, other = (tuning.entry("combine", tokens) for tuning in (few, usual))
             assert replace(found, tokens=1) == replace(other, tokens=1)
-        assert few.entry("combine", 24 * PIPED_TOKENS + 1) == Entry(MANY, MANY, 0, MANY_SLICES if hidden > 128 else 1)
+        assert few.entry("combine", 24 * PIPED_TOKENS + 1) == Entry(MANY, MANY, 0, 4 if hidden > 128 else 1)
         assert hidden > 128 or all(entry.slices == 1 for entry in few.dispatch if entry.tokens > 2)
 
 
@@ -138,9 +138,9 @@ def test_where_combine_has_no_pipelines_its_tables_are_as_without(hidden: int, m
 @pytest.mark.parametrize(
     ("hidden", "fmt", "dispatched", "returned"),
     [
-        pytest.param(7168, "bf16", [32, 4, 4], [32, 32, 4], id="28 tiles"),
-        pytest.param(7168, "nvfp4", [8, 4, 4], [32, 32, 4], id="7 of a message, 28 of a returned row"),
-        pytest.param(4096, "mxfp8", [8, 4, 4], [16, 16, 4], id="8 of a message, 16 of a returned row"),
+        pytest.param(7168, "bf16", [32, 4, 4], [32, 32, 8], id="28 tiles"),
+        pytest.param(7168, "nvfp4", [8, 4, 4], [32, 32, 8], id="7 of a message, 28 of a returned row"),
+        pytest.param(4096, "mxfp8", [8, 4, 4], [16, 16, 8], id="8 of a message, 16 of a returned row"),
         pytest.param(2880, "mxfp8", [8, 4, 2], [16, 16, 4], id="6 of a message, 12 of a returned row"),
         pytest.param(2880, "mxfp4", [4, 4, 1], [16, 16, 4], id="3 of a message, 12 of a returned row"),
         pytest.param(512, "bf16", [2, 2, 1], [2, 2, 1], id="2 segments"),
@@ -156,21 +156,25 @@ def test_short_rows_are_cut_into_fewer_slices(
 
 
 def test_every_table_serves_the_deployments_up_to_its_message_size_and_ranks() -> None:
-    """Of dispatch by the size of a message and the number of ranks, of combine by the ranks alone, since rows come home
-    in one type. No table is left over."""
-    for tables in (DISPATCH, COMBINE, *DISPATCH.values()):
-        assert list(tables) == sorted(tables) and list(tables)[-1] == MANY
+    """Of dispatch by the order of rows, the size of a message and the number of ranks, of combine by order and ranks
+    alone, since rows come home in one type. No table is left over."""
+    for order in ROW_ORDERS:
+        for tables in (DISPATCH[order], COMBINE[order], *DISPATCH[order].values()):
+            assert list(tables) == sorted(tables) and list(tables)[-1] == MANY
     used = set()
-    for fmt, hidden in product(FORMATS, (4096, 7168)):
+    for order, fmt, hidden in product(ROW_ORDERS, FORMATS, (4096, 7168)):
         for ranks, most_ranks in ((1, 2), (2, 2), (4, MANY), (8, MANY)):
-            cfg = replace(CFG, hidden=hidden, dispatch_format=fmt, world_size=ranks)
-            sizes = DISPATCH[most_ranks]
+            cfg = replace(CFG, hidden=hidden, dispatch_format=fmt, world_size=ranks, row_order=order)
+            sizes = DISPATCH[order][most_ranks]
             size = min(most for most in sizes if message_bytes(cfg.format, cfg.hidden) <= most)
             tuning = built_in(cfg, TABLE_CTAS)
-            for entries, table in ((tuning.dispatch, sizes[size]), (tuning.combine, COMBINE[most_ranks])):
+            for entries, table in ((tuning.dispatch, sizes[size]), (tuning.combine, COMBINE[order][most_ranks])):
                 assert all(one.slices <= listed.slices for one, listed in zip(entries, table, strict=True))
                 assert [replace(one, slices=1) for one in entries] == [replace(one, slices=1) for one in table]
-            used.add((most_ranks, size))
-    assert used == {(ranks, size) for ranks, sizes in DISPATCH.items() for size in sizes}, "each is used"
+            used.add((order, most_ranks, size))
+    every = {(order, ranks, size) for order, tables in DISPATCH.items() for ranks in tables for size in tables[ranks]}
+    assert used == every, "each is used"
     alone = built_in(replace(CFG, skip_a2a=True), TABLE_CTAS)
-    assert alone.combine == COMBINE[2] and alone.dispatch == DISPATCH[2][MANY], "each rank alone, long rows as listed"
+    assert alone.combine == COMBINE[EXPERT_MAJOR][2] and alone.dispatch == DISPATCH[EXPERT_MAJOR][2][MANY], (
+        "each rank alone, long rows as listed"
+    )

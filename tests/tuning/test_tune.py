@@ -60,7 +60,7 @@ def test_pieces_that_are_tried_are_no_smaller_than_a_segment() -> None:
     assert slices("dispatch", replace(CFG, dispatch_format="nvfp4"), 8) == (1, 2, 4, 8), "3584 bytes are 7 segments"
     assert max(slices("dispatch", replace(CFG, dispatch_format="bf16"), 8)) == min(MAX_SLICES, 32)
     assert slices("dispatch", replace(CFG, hidden=8), 8) == (1,)
-    assert slices("combine", CFG, LAMPORT_TOKENS + 1) == slices_for(LAMPORT_TOKENS + 1) == (1, 2, 4)
+    assert slices("combine", CFG, LAMPORT_TOKENS + 1) == slices_for(LAMPORT_TOKENS + 1) == (1, 2, 4, 8)
 
 
 # ---- what is chosen
@@ -125,7 +125,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
         ctas = sms or TABLE_CTAS
         made.extend(
             SimpleNamespace(
-                cfg=cfg, tuning=None, max_ctas=ctas, ring_bytes=0, most_slices=lambda tokens: 32, closed=False
+                cfg=cfg,
+                tuning=None,
+                max_ctas=ctas,
+                ring_bytes=0,
+                most_slices=lambda tokens: 32,
+                measured=[],
+                closed=False,
             )
             for _ in devices
         )
@@ -136,6 +142,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
     def fake_measure(ranks, sets, operations, samples, lanes) -> list[dict]:
         assert len({id(rank) for rank in ranks}) == 2 and ranks[0].tuning == ranks[1].tuning
         results = []
+        ranks[0].measured.extend(operations)
         for operation in operations:
             shape = ranks[0].tuning.shape(operation, sets.tokens, 264)
             fast = shape.slices == 2 if operation == "dispatch" else shape.grid == ONE_A_SM and sets.tokens == 1000
@@ -185,6 +192,19 @@ def test_tune_writes_what_connect_finds(machine: list, file: Path, capsys: pytes
     wanted = few.revised("dispatch", {16: replace(few.entry("dispatch", 16), slices=2)})
     assert find(cfg, gpus=2, ctas=32).dispatch == wanted.dispatch != few.dispatch
     assert find(cfg, gpus=2) == found, "whole GPUs keep what was found"
+
+
+def test_tune_keeps_the_orders_of_rows_apart(machine: list, capsys: pytest.CaptureFixture) -> None:
+    """Rank-major rows come home as partial sums, so only these are timed."""
+    assert main(["tune", "--tokens", "16,1000", "--format", "fp8", "--order", "rank_major"]) == 0
+    assert "rank_major" in capsys.readouterr().out
+    cfg = replace(CFG, world_size=2, dispatch_format="fp8", row_order="rank_major")
+    assert set(read_tables()) == {setting(family, cfg, gpus=2) for family in FAMILIES}
+    assert set(machine[0].measured) == {"dispatch", "combine_partial"}
+    by_expert, usual = replace(cfg, row_order="expert_major"), built_in(cfg, TABLE_CTAS)
+    assert find(by_expert, gpus=2) == built_in(by_expert, TABLE_CTAS)
+    for family in FAMILIES:
+        assert find(cfg, gpus=2).table(family) != usual.table(family)
 
 
 @pytest.mark.parametrize(
