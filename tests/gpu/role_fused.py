@@ -6,8 +6,6 @@ before; then both have been prepared before either is made.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from cute_ep.api.dispatched import Dispatched
@@ -25,7 +23,9 @@ from .role_given import (
     draw_played,
     draw_slots,
     peers_have_read,
+    play_returns,
     received_by,
+    send_returns,
 )
 from .role_launch import Launch, Turn
 from .role_model import (
@@ -34,7 +34,6 @@ from .role_model import (
     end_launch,
     receive_combine,
     receive_dispatch,
-    send_combine,
     send_dispatch,
 )
 from .role_schedules import Schedule, adds_up
@@ -99,10 +98,9 @@ def combine_fused(
     tuning, _ = schedule.shapes(turn.index)
     tokens = turn.tokens_of(me)
     shape = stage.rank._cache.shape(tuning, "combine", tokens, whole_rows=not partial)
-    log2 = turn.slices_of(me)
     flagged = tokens > stage.lamport_home
     assert flagged == shape.flagged, "the launch that the host chooses"
-    home = Home(tokens, log2 % 3 if flagged else log2, flagged)
+    home = Home.of(tokens, turn.slices_of(me), flagged)
     batch = draw_batch(stage, turn, home)
     ids, weights = draw_routes(cfg, me, tokens, turn.routing_of(me), turn.index)
     stays = adds_up(shape, mode)
@@ -112,11 +110,8 @@ def combine_fused(
     images = _begun(stage, "combine", turn, after)
     own = images[me]
     own.await_few(cfg.arena.lamport_returns, number)
-    for rank in range(cfg.world_size):
-        if rank != me:
-            told = 0 if turn.index % 2 and rank == 0 else batch.dispatch_round
-            how: dict[str, Any] = {"dispatch_round": told, "partial": partial, "spans": turn.index % 3 == 1}
-            send_combine(own, rank, home, number, slots=slots.of(rank), **how)
+    peers = [rank for rank in range(cfg.world_size) if rank != me]
+    play_returns(own, peers, home, slots, turn, dispatch_round=batch.dispatch_round, partial=partial)
     dtype = DTYPES[turn.index % len(DTYPES)]
     expected = slots.result(mode, weights, dtype)
     out = guarded(expected.shape, dtype, stage.device)
@@ -127,10 +122,7 @@ def combine_fused(
 
     def finish() -> None:
         spans = shape.grid.ring_bytes > 0 or any(one.flagged for one in batch.homes)
-        for source, (image, one) in enumerate(zip(images, batch.homes, strict=True)):
-            sent = batch.returned.slots(source, one.tokens, partial=partial)
-            how: dict[str, Any] = {"dispatch_round": batch.dispatch_round, "partial": partial, "spans": spans}
-            send_combine(image, me, one, number, slots=sent, **how, stays=stays)
+        send_returns(images, batch, number, partial=partial, spans=spans, stays=stays)
         receive_combine(own, home, slots.where, number, partial=partial)
         end_launch(images, me, "combine", sends=True, receives=True, number=number, received=number - 1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from .role_model import (
     consumed,
     owners,
     returned_rows,
+    send_combine,
     weighted_sums,
 )
 from .role_stage import Stage, draw_routes, draw_sent, expert_rows, random_rows, tokens_with_blanks
@@ -245,6 +246,26 @@ def draw_slots(cfg: EPConfig, ids: torch.Tensor, generator: torch.Generator, *, 
     if partial:
         rows[rows.view(torch.int32).repeat_interleave(2, dim=2) == -1] = LOST
     return Slots(where, whose, rows)
+
+
+def play_returns(
+    image: Image, ranks: Iterable[int], home: Home, slots: Slots, turn: Turn, *, dispatch_round: int, partial: bool
+) -> None:
+    """What some ranks have returned to the image's, by hand. In odd turns rank 0 tells 0, which fits any round."""
+    for rank in ranks:
+        told = 0 if turn.index % 2 and rank == 0 else dispatch_round
+        spans, own = turn.index % 3 == 1, slots.of(rank)
+        send_combine(image, rank, home, turn.number, dispatch_round=told, slots=own, partial=partial, spans=spans)
+
+
+def send_returns(
+    images: Sequence[Image], batch: Batch, number: int, *, partial: bool, spans: bool, stays: bool = False
+) -> None:
+    """What a combine of a batch returns to all ranks; spans, stays: as of `send_combine`."""
+    how = {"dispatch_round": batch.dispatch_round, "partial": partial, "spans": spans, "stays": stays}
+    for source, (image, home) in enumerate(zip(images, batch.homes, strict=True)):
+        slots = batch.returned.slots(source, home.tokens, partial=partial)
+        send_combine(image, batch.returned.me, home, number, slots=slots, **how)
 
 
 def check_sums(out: torch.Tensor, expected: torch.Tensor, mode: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from cute_ep.api.dispatched import Dispatched
@@ -24,7 +22,9 @@ from .role_given import (
     draw_played,
     draw_slots,
     peers_have_read,
+    play_returns,
     received_by,
+    send_returns,
 )
 from .role_launch import Launch, Turn
 from .role_model import (
@@ -33,7 +33,6 @@ from .role_model import (
     end_launch,
     receive_combine,
     receive_dispatch,
-    send_combine,
     send_dispatch,
 )
 from .role_schedules import HALVES
@@ -108,10 +107,7 @@ def combine_send(stage: Stage, turn: Turn, mode: CombineMode) -> Launch:
 
     def finish() -> None:
         spans = any(home.flagged for home in batch.homes)
-        for source, (image, home) in enumerate(zip(images, batch.homes, strict=True)):
-            how: dict[str, Any] = {"dispatch_round": batch.dispatch_round, "partial": partial, "spans": spans}
-            slots = batch.returned.slots(source, home.tokens, partial=partial)
-            send_combine(image, me, home, number, slots=slots, **how)
+        send_returns(images, batch, number, partial=partial, spans=spans)
         end_launch(images, me, "combine", sends=True, number=number, received=turn.received)
 
     return Launch(stage, images, start, finish, lambda: None)
@@ -129,10 +125,7 @@ def combine_receive(stage: Stage, turn: Turn, mode: CombineMode) -> Launch:
     own = images[me]
     begin_launch(own, "combine", number, number - 1)
     own.await_few(cfg.arena.lamport_returns, number)
-    for rank in range(cfg.world_size):
-        told = 0 if turn.index % 2 and rank == 0 else number + 3
-        how: dict[str, Any] = {"dispatch_round": told, "partial": partial, "spans": turn.index % 3 == 1}
-        send_combine(own, rank, home, number, slots=slots.of(rank), **how)
+    play_returns(own, range(cfg.world_size), home, slots, turn, dispatch_round=number + 3, partial=partial)
     dtype = DTYPES[turn.index % len(DTYPES)]
     expected = slots.result(mode, weights, dtype)
     given = torch.zeros(EXPERT_ROWS, cfg.hidden, dtype=torch.bfloat16, device=stage.device)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cute_ep.layouts.maps.arena import MANY_SLICES, MAX_SLICES
 from cute_ep.testing.workloads import ROUTINGS
 
 from .arena_images import FEW_TOKENS, Image
@@ -39,14 +40,15 @@ class Turn(NamedTuple):
 
     def slices_of(self, rank: int) -> int:
         """A choice of a played rank, as log2."""
-        return (self.index + 2 * rank) % (6 if self.tokens_of(rank) <= FEW_TOKENS else 3)
+        most = MAX_SLICES if self.tokens_of(rank) <= FEW_TOKENS else MANY_SLICES
+        return (self.index + 2 * rank) % most.bit_length()
 
     def home_of(self, rank: int, most: int) -> Home:
         """What a played rank gets back where ranks have at most so many tokens: every second one has flags if there is
         room for such rows, with as few slices as there are flags for."""
         tokens, log2 = self.tokens_of(rank), self.slices_of(rank)
         flagged = tokens > FEW_TOKENS or (most > FEW_TOKENS and (self.index + rank) % 2 == 0)
-        return Home(tokens, log2 % 3 if flagged else log2, flagged)
+        return Home.of(tokens, log2, flagged)
 
     @property
     def received(self) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.row_tensors import QuantizedRows
+from cute_ep.layouts.maps.arena import MANY_SLICES
 from cute_ep.layouts.maps.record import Region
 
 from .arena_images import FEW_TOKENS, Image
@@ -214,6 +215,11 @@ class Home:
     tokens: int
     log2: int
     flagged: bool
+
+    @classmethod
+    def of(cls, tokens: int, log2: int, flagged: bool) -> Home:
+        """With fewer slices where there are not as many for rows with flags."""
+        return cls(tokens, log2 % MANY_SLICES.bit_length() if flagged else log2, flagged)
 
     @property
     def word(self) -> int:

@@ -12,7 +12,7 @@ from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
 
 from .arena_images import FEW_TOKENS
 
-SHAPES = ((1, 32, 1), (7, 1, 4), (MANY, 4, 2), (33, 16, 1), (MANY, 2, 4))
+SHAPES = ((1, 32, 1), (7, 1, 4), (MANY, 4, 2), (33, 16, 1), (MANY, 2, 8))
 """(CTAs at most, slices of a row of few tokens, of many), by turns."""
 Slices = Callable[[EPConfig, int, int], tuple[int, int]]
 """log2 of the slices of a message and of a returned row of a configuration, for a number of tokens of which so many
