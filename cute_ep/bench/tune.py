@@ -15,7 +15,7 @@ from cute_ep.tuning.builtin import ONE_A_SM, built_in, segments_of
 from cute_ep.tuning.launch_shape import MANY, Entry, Shape, Tuning, slices_for
 
 GRIDS = (32, 64, ONE_A_SM, MANY)
-SENDERS = {"dispatch": (0, 1 / 8, 1 / 4, 3 / 8, 1 / 2), "combine": (0, 1 / 2, 2 / 3, 208 / 264)}
+SENDERS = {"dispatch": (0, 1 / 8, 1 / 4, 3 / 8, 1 / 2), "combine": (0, 1 / 2, 13 / 24, 2 / 3, 208 / 264)}
 JOINING = (1 / 4, 1 / 2, 5 / 8, 7 / 8)
 """Shares of a dispatch's senders that receive when they have sent: the longer they send, the more of them."""
 MOST_SENDERS = {"dispatch": (28, 44, 64), "combine": (MANY,)}

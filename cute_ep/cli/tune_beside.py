@@ -17,7 +17,9 @@ from rich.table import Table
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.presets import Preset, format_names, token_counts
+from cute_ep.api.types import RowOrder
 from cute_ep.cli.common import chosen_shape, config, measured_devices, print_table, step
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR
 
 if TYPE_CHECKING:
     from cute_ep.bench.beside import Matmul
@@ -76,7 +78,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
             f"devices = {args.devices!r}: are {len(devices)} ranks on fewer GPUs, must be a GPU a rank, such as cuda:0"
         )
     console.print(
-        f"{model.name}: hidden {model.hidden}, {model.num_experts} experts of {model.moe_hidden}, top-{model.top_k}; "
+        f"{model.name}: hidden {model.hidden}, {model.num_experts} experts of {model.moe_hidden}, top-{model.top_k}, "
+        f"{args.order}; "
         f"matmul {args.beside}; {describe_devices(devices, None)}",
         highlight=False,
         soft_wrap=True,
@@ -86,7 +89,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             cfg = config(model, len(devices), tokens, fmt, TIMEOUT_S, args.order)
             found = measure(cfg, model, devices, args.library, matmul, console)
             print_table(console, table_of(cfg, found))
-            console.print(advice(found), highlight=False, soft_wrap=True)
+            console.print(advice(found, args.order), highlight=False, soft_wrap=True)
     return 0
 
 
@@ -134,7 +137,7 @@ def table_of(cfg: EPConfig, rows: Sequence[dict]) -> Table:
     return table
 
 
-def advice(rows: Sequence[dict]) -> str:
+def advice(rows: Sequence[dict], order: RowOrder) -> str:
     """With which `sms` the layer takes least: one after the other, if nothing gains GAIN."""
     in_turn = rows[0]["apart_us"]
     best = min(rows, key=lambda row: row["layer_us"])
@@ -143,4 +146,5 @@ def advice(rows: Sequence[dict]) -> str:
         return f"sms=None, in turn: {times}"
     if best["sms"] is None:
         return f"sms=None, at once: {times}"
-    return f"sms={best['sms']}, at once: {times}; `cute-ep tune --sms {best['sms']}` finds launch shapes for it"
+    command = f"cute-ep tune --sms {best['sms']}" + ("" if order == EXPERT_MAJOR else f" --order {order}")
+    return f"sms={best['sms']}, at once: {times}; `{command}` finds launch shapes for it"

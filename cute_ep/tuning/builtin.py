@@ -149,7 +149,7 @@ DISPATCH: dict[RowOrder, dict[int, dict[int, tuple[Entry, ...]]]] = {
 2026-11-26, since a rank's own tokens are no messages), for more ranks on four, up to 512 tokens as their traffic on two
 (`perf.mirror`); other messages so too, rows of 2048 to 6144 elements, 128 experts, top-8 and top-4. `split_from`: the
 same GPUs with 16, 32, 64 and 128 CTAs a rank. For four ranks `perf.mirror --tune` found no dispatch that is faster by 2
-% on 2026-11-29, BF16 and FP8, 128 to 4096 tokens; by source rank FP8 of 1024 may gain 4 (2026-11-30)."""
+% on 2026-11-29, BF16 and FP8, 128 to 4096 tokens; by source rank FP8 of 1024 may gain 4 % (2026-11-30)."""
 RETURNS = (Entry(2, 64, 0, 32), Entry(32, ONE_A_SM, 0, 32))
 RETURNS_OF_MORE = (
     *RETURNS,
@@ -183,8 +183,8 @@ COMBINE: dict[RowOrder, dict[int, tuple[Entry, ...]]] = {
 """Tables by the order of rows, for at most so many ranks, measured as DISPATCH. Where rows are by source rank a sender
 reads one row for each that it sends, so fewer of them fill the links: of 512 / 1024 / 2048 / 4096 tokens of two ranks
 these take 26.5 / 47.7 / 96.5 / 177 us, with the shapes for rows by expert 28.9 / 53.3 / 109 / 193. With 208 of 264 CTAs
-and 4 slices 2048 / 4096 tokens of four ranks took 241 / 458 us instead of 232 / 449 (their traffic on two; 2 x H200,
-2026-11-30)."""
+and 4 slices partial sums of 2048 / 4096 tokens of four ranks took 241 / 458 us instead of 232 / 449, by source rank 242
+/ 460 instead of 234 / 448 (their traffic on two; exact sums were not measured so; 2 x H200, 2026-11-30)."""
 FEW_RETURNS = {2: 512, MANY: 256}
 """Most tokens, for at most so many ranks, whose rows come home to few SMs in about as many slices as there are warps.
 Partial combine of 4 to 512 tokens on 8 to 124 SMs is within 6 % of the fastest so. As many as with all SMs, in

@@ -14,6 +14,7 @@ import cute_ep
 from cute_ep.aot.library import cache_folder
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR, RowOrder
 from cute_ep.tuning.builtin import built_in
 from cute_ep.tuning.launch_shape import FAMILIES, Entry, Tuning, has_pipelines, has_twins
 
@@ -32,7 +33,7 @@ class Setting:
     experts: int
     top_k: int
     format: str | None
-    order: str | None = None  # not in every file
+    order: RowOrder = EXPERT_MAJOR  # not in every file
     fills_sms: bool = False  # not in every file
 
     @classmethod
@@ -64,7 +65,7 @@ def read_tables() -> Tables:
         content = json.loads(path.read_text())
         if content["version"] != cute_ep.__version__:
             return {}
-        tables = {Setting(**row["setting"]): tuple(Entry(**one) for one in row["entries"]) for row in content["tables"]}
+        tables = {_setting(row["setting"]): tuple(Entry(**one) for one in row["entries"]) for row in content["tables"]}
         for table in tables.values():
             Tuning(table, table)
         return tables
@@ -72,6 +73,11 @@ def read_tables() -> Tables:
         return {}
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise EPConfigError(f"{path}: no tables ({type(error).__name__}: {error}); remove the file") from None
+
+
+def _setting(row: dict) -> Setting:
+    """Some files have an order of null for combine, measured with rows by expert."""
+    return Setting(**{name: value for name, value in row.items() if (name, value) != ("order", None)})
 
 
 def write_tables(tables: Tables) -> None:

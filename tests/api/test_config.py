@@ -150,7 +150,7 @@ def bytes_by_hand(cfg: EPConfig) -> int:
     ranks = 1 if cfg.skip_a2a else cfg.world_size
     tokens, k, experts = cfg.max_tokens_per_rank, cfg.top_k, cfg.num_experts // cfg.world_size
     message, row = padded(message_by_hand(cfg), 128), 2 * cfg.hidden
-    flags = max(32 * min(tokens, 1024), -(-4 * tokens // 16))
+    flags = max(32 * min(tokens, 1024), -(-8 * tokens // 16))
     few, many = (tokens, 0) if tokens <= 1024 else (1024, tokens)
     sizes = [
         8 * 12,  # state

@@ -12,6 +12,7 @@ from cute_ep.bench import beside, measure
 from cute_ep.cli import tune_beside
 from cute_ep.cli.common import print_table
 from cute_ep.cli.main import main
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR, RANK_MAJOR
 from cute_ep.reference.backend import ReferenceCommunicator
 from cute_ep.runtime.communicator import Communicator
 
@@ -70,7 +71,13 @@ ADVICE = {
 def test_the_advice_is_the_fastest_budget_that_gains(
     in_turn: float, layers: list[tuple[int | None, float]], advice: str
 ) -> None:
-    assert tune_beside.advice(rows(in_turn, *layers)).startswith(advice)
+    assert tune_beside.advice(rows(in_turn, *layers), EXPERT_MAJOR).startswith(advice)
+
+
+def test_the_advice_names_the_order_of_rows() -> None:
+    layers = rows(5500, (None, 5400), (24, 5100))
+    assert "`cute-ep tune --sms 24` finds" in tune_beside.advice(layers, EXPERT_MAJOR)
+    assert "`cute-ep tune --sms 24 --order rank_major` finds" in tune_beside.advice(layers, RANK_MAJOR)
 
 
 def test_a_line_for_each_budget(capsys: pytest.CaptureFixture) -> None:

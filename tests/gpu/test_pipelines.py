@@ -73,7 +73,7 @@ def test_other_outputs_orders_and_a_shared_expert(order: RowOrder, dtype: torch.
             check_round(communicators, inputs, RoundOptions(dtype=dtype, seed=seed))
 
 
-@pytest.mark.parametrize(("senders", "slices"), [(0, 2), (0, 4), (1 / 2, 1), (3 / 4, 4)])
+@pytest.mark.parametrize(("senders", "slices"), [(0, 2), (0, 4), (0, 8), (1 / 2, 1), (3 / 4, 4)])
 def test_launch_shapes_do_not_change_bytes(senders: float, slices: int) -> None:
     """Pipelines add up what comes home only where every CTA sends and receives."""
     entry = Entry(MANY, 12, senders, slices, split_from=1)

@@ -32,7 +32,7 @@ from cute_ep.kernels.device.slices import (
     turned_source,
     whole_chunks,
 )
-from cute_ep.layouts.maps.arena import CHUNK, COUNTERS, LAMPORT_TOKENS, MAX_SLICES, SEGMENT_BYTES, chunk_of
+from cute_ep.layouts.maps.arena import CHUNK, COUNTERS, LAMPORT_TOKENS, MANY_SLICES, MAX_SLICES, SEGMENT_BYTES, chunk_of
 from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, division_magic
@@ -354,7 +354,7 @@ def test_division_by_multiplication_is_exact_up_to_its_bound(monkeypatch: pytest
     rest, whole = run_map(split, item, extent, magic, outputs=2)
     np.testing.assert_array_equal(whole, item // extent)
     np.testing.assert_array_equal(rest, item % extent)
-    slices = max(MAX_TOKENS_PER_RANK, LAMPORT_TOKENS * MAX_SLICES)
+    slices = max(MAX_TOKENS_PER_RANK * MANY_SLICES, LAMPORT_TOKENS * MAX_SLICES)
     most = {MAX_RANKS: slices * MAX_RANKS, MAX_TOP_K: MAX_TOKENS_PER_RANK * MAX_TOP_K, MAX_EXPERTS: MAX_EXPERTS}
     assert all(items * extent < 1 << 32 for extent, items in most.items())
 
