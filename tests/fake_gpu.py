@@ -368,12 +368,10 @@ def local_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 LOCAL_CTAS = 8
+GPU, GPUS, SMS = "NVIDIA H200", 4, 132
 
 
 # ---- a machine
-
-
-GPU, GPUS, SMS = "NVIDIA H200", 4, 132
 
 
 @pytest.fixture
@@ -390,11 +388,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "Communicator": lambda parts, peers, **options: SimpleNamespace(**vars(parts), **options, free=None),
     }
     replace_names(monkeypatch, fakes)
-    properties = SimpleNamespace(multi_processor_count=SMS, shared_memory_per_block_optin=227 << 10)
+    properties = {"multi_processor_count": SMS, "shared_memory_per_block_optin": 227 << 10}
     for name, fake in {
         "current_device": lambda: 0,
         "get_device_name": lambda device: GPU,
-        "get_device_properties": lambda device: properties,
+        "get_device_properties": lambda device: SimpleNamespace(**properties),
         "device_count": lambda: GPUS,
+        "is_current_stream_capturing": lambda: False,
     }.items():
         monkeypatch.setattr(connection.torch.cuda, name, fake)

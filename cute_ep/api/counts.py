@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from cute_ep.api.errors import EPInputError
-from cute_ep.api.host import host_memory, is_capturing
+from cute_ep.api.host import host_memory, is_capturing, refuse_capture
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.routing import LOST_ROW
 
@@ -53,8 +53,10 @@ class HostCounts:
         return words
 
     def wait(self) -> Self:
-        """Block the host until the numbers are there. After a timeout of the dispatch they are 0."""
+        """Block the host until the numbers are there. After a timeout of the dispatch they are 0. EPError: the current
+        stream captures a CUDA graph."""
         if self.event is not None:
+            refuse_capture(torch.device("cuda"), "wait")
             self.event.synchronize()
         return self
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from cute_ep.api.errors import EPError
+
 
 def host_memory(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     """Uninitialised, page-locked."""
@@ -22,11 +24,19 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def refuse_capture(device: torch.device, call: str) -> None:
+    """EPError for a call that waits for a device, while the current stream captures a CUDA graph, which the wait would
+    end as invalid."""
+    if is_capturing(device):
+        raise EPError(f"{call}: waits for the GPU, so it must be called before or after a CUDA graph is captured")
+
+
 @torch.compiler.disable
 def host_list(tensor: torch.Tensor) -> Any:
-    """`tensor.tolist()`, which waits for the current stream of the tensor's device."""
+    """`tensor.tolist()`, which waits for the current stream of the tensor's device. EPError: that is captured."""
     if tensor.device.type == "cpu":
         return tensor.tolist()
+    refuse_capture(tensor.device, "numbers for the host")
     found = host_memory(tensor.shape, tensor.dtype)
     stream = torch.cuda.current_stream(tensor.device)
     with torch.cuda.stream(stream):

@@ -17,7 +17,7 @@ from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.finite import FiniteCheck
 from cute_ep.api.flags import Flags
-from cute_ep.api.host import is_capturing
+from cute_ep.api.host import is_capturing, refuse_capture
 from cute_ep.api.provenance import Origin
 from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.api.types import CombineMode
@@ -81,7 +81,8 @@ class EPCommunicator(ABC):
     @cached_property
     def ones(self) -> torch.Tensor:
         """Ones, float32, of the shape of `DispatchBuffers.weights`: with them combine adds a token's rows up as they
-        are. Nothing may write them, and streams need not wait for them."""
+        are. Nothing may write them, and streams need not wait for them. EPError where the first use is captured."""
+        refuse_capture(self.device, "the first call that needs weights of 1")
         with torch.inference_mode(False):
             made = torch.ones(routed_shape(self.cfg), dtype=torch.float32, device=self.device)
         if made.is_cuda:
@@ -334,10 +335,10 @@ class EPCommunicator(ABC):
             EPError: a fused launch found a round that was sent and not received, as where graphs are replayed in
                 another order than captured. Nothing was sent; the communicator is unusable, and its peers time out. Or
                 in a combine another rank returned rows of another dispatch round than that of this rank's batch; the
-                sums are wrong and the communicator is unusable. On the CPU that is an EPInputError of the combine.
+                sums are wrong and the communicator is unusable. On the CPU that is an EPInputError of the combine. Or
+                the current stream captures a CUDA graph, which goes on; wait behind it.
             EPInputError: an expert id outside [-1, num_experts), more rows than the output buffers hold, or what
                 `check_finite` found; once.
-            EPError: a CUDA graph is being captured; the capture goes on.
         """
 
     @abstractmethod
@@ -369,7 +370,7 @@ class EPCommunicator(ABC):
 
         Raises:
             EPError: with one process per GPU, a rank did not come in twice `timeout_s`, or in 10 s if that is longer,
-                or its process has ended. Or a CUDA graph is being captured; the communicator stays open.
+                or its process has ended. Or the current stream captures a CUDA graph; the communicator stays open.
         """
 
     # ---- what a backend fills in
@@ -378,11 +379,6 @@ class EPCommunicator(ABC):
     _combines: Rounds
     _check_finite: bool = False
     _finite: FiniteCheck | None = None
-
-    def _refuse_capture(self, call: str) -> None:
-        """EPError for a call that waits, while a CUDA graph is being captured."""
-        if is_capturing(self.device):
-            raise EPError(f"{call}: waits for the GPU, so it must be called before or after a CUDA graph is captured")
 
     def _look(self, given: DispatchInput) -> None:
         """Look at what is sent next, where the caller wants that."""

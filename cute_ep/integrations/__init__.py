@@ -6,7 +6,7 @@ cute_ep imports a room. Of the core an adapter may use the public names of `cute
 
 | what | where |
 | --- | --- |
-| modes, formats, numbers of configurations, copies to the host | `api.types`, `.config`, `.rounds`, `.host` |
+| modes, formats, numbers of configurations, what the host waits for | `api.types`, `.config`, `.rounds`, `.host` |
 | the checks of tensors that raise errors | `api.tensors`, `.row_tensors`, `.validate`, ... |
 | counts: how many rows a routing brings to each rank; memory for them | `runtime.routes`, `.counts`, `api.carving` |
 | which experts the rows of a batch are of | `runtime.labels` |

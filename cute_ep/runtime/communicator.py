@@ -12,6 +12,7 @@ from cute_ep.api.calls import DispatchInput, SumOptions, row_input
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError
 from cute_ep.api.flags import Flags
+from cute_ep.api.host import refuse_capture
 from cute_ep.api.rounds import MAX_OUTSTANDING, PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_buffers, check_input
@@ -350,7 +351,7 @@ class Communicator(Launching):
         for.
         """
         self._check_open()
-        self._refuse_capture("synchronize")
+        refuse_capture(self.device, "synchronize")
         used, self._streams = self._streams, set()  # another thread may launch from now on
         try:
             wait_for(self.device, used, self._work_stream(), self._current_stream())
@@ -374,7 +375,7 @@ class Communicator(Launching):
     def close(self) -> None:
         """Release the communicator's memory, once all kernels of the group have ended."""
         if not self._closed:
-            self._refuse_capture("close")
+            refuse_capture(self.device, "close")
             self._closed = True
             self._release(self)
 

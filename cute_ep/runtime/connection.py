@@ -17,6 +17,7 @@ from cute_ep.aot.library import Library
 from cute_ep.api.config import EPConfig, is_integer
 from cute_ep.api.config_rules import check_config
 from cute_ep.api.errors import EPConfigError
+from cute_ep.api.host import refuse_capture
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.provenance import Origin
 from cute_ep.api.validate import check_devices
@@ -113,6 +114,7 @@ def connect_local(
     chosen = [torch.device("cuda", here if device.index is None else device.index) for device in chosen]
     for device in chosen:
         check_gpu("devices", device.index)
+        refuse_capture(device, "connect_local")
     return connect_gpus(cfg, chosen, options, found)
 
 

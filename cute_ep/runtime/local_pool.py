@@ -50,7 +50,10 @@ class LocalPool(Pool):
             _ABANDONED.append(self._open)
 
     def sweep(self) -> None:
-        """Close what nobody has any more, of this pool and of others that were abandoned; between two calls only."""
+        """Close what nobody has any more, of this pool and of others that were abandoned; between two calls only, and
+        behind a capture."""
+        if self.capturing():
+            return
         with CALLING:
             while _ABANDONED:
                 for one in _ABANDONED.popleft():

@@ -20,6 +20,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.api.flags import Flags
+from cute_ep.api.host import refuse_capture
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.provenance import Origin
 from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan, Rounds
@@ -330,7 +331,7 @@ class NodesCommunicator(EPCommunicator):
     def synchronize(self) -> None:
         """Wait for this rank's work and raise what its kernels reported, of the mail first."""
         self._check_open()
-        self._refuse_capture("synchronize")
+        refuse_capture(self.device, "synchronize")
         used, self._streams = self._streams, set()
         try:
             if used:
@@ -365,7 +366,7 @@ class NodesCommunicator(EPCommunicator):
     def close(self) -> None:
         """As of `EPCommunicator`."""
         if not self._closed:
-            self._refuse_capture("close")
+            refuse_capture(self.device, "close")
             self._closed = True
             self._release(self)
 

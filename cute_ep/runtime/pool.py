@@ -32,7 +32,7 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
-from cute_ep.api.host import is_capturing
+from cute_ep.api.host import is_capturing, refuse_capture
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.launch import FREE_SMS
 
@@ -119,7 +119,7 @@ class Pool:
         raise NotImplementedError
 
     def capturing(self) -> bool:
-        """Whether what the current stream is given goes into a CUDA graph."""
+        """As `is_capturing`."""
         return is_capturing(self.device)
 
     def find(self, cfg: EPConfig, sms: int | None = None, *, layer_on: torch.device | None = None) -> Opened | None:
@@ -173,7 +173,8 @@ class Pool:
 
     def close(self, communicators: Sequence[EPCommunicator] | None = None) -> None:
         """Close these, or all, on all ranks; may be called again. What was found wrong with their input, and not told,
-        is logged."""
+        is logged. EPError: a CUDA graph is being captured; all stay open."""
+        refuse_capture(self.device, "close")
         for one in list(self._open):
             if communicators is None or one.first in communicators:
                 self._close(one)

@@ -15,6 +15,7 @@ from cute_ep.aot.library import Library
 from cute_ep.api.config import EPConfig
 from cute_ep.api.config_rules import check_config
 from cute_ep.api.errors import EPConfigError
+from cute_ep.api.host import refuse_capture
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.provenance import Origin
 from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks
@@ -107,6 +108,7 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
             return Place.of(cfg, None), transport, None
         node, sms = on_gpus(cfg, options.hooks), options.sms
         device = torch.device("cuda", torch.cuda.current_device())
+        refuse_capture(device, "connect")
         if cfg.nodes > 1:
             check_transport(transport)
             sms = sms_over_nodes(device, sms)

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
+from cute_ep.api.counts import HostCounts
 from cute_ep.api.errors import EPError, EPTimeout
+from cute_ep.api.host import host_list
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.runtime import streams
+from cute_ep.runtime.connection import connect_local
 
 from .node_rounds import Rounds, config
 from .test_nodes import connected
@@ -56,20 +61,39 @@ def test_a_call_behind_a_timeout_raises_it_with_the_flags(case: str, call: str, 
         assert caught.value.missing == (1,) and caught.value.flags is not None
 
 
+WAITING: dict[str, Callable[[EPCommunicator, HostCounts], object]] = {
+    "synchronize": lambda ep, counts: ep.synchronize(),
+    "close": lambda ep, counts: ep.close(),
+    "wait": lambda ep, counts: counts.wait(),
+    "connect_local": lambda ep, counts: connect_local(replace(ep.cfg, timeout_s=3), [ep.device] * ep.cfg.world_size),
+    "the first call that needs weights of 1": lambda ep, counts: ep.ones,
+    "numbers for the host": lambda ep, counts: host_list(torch.zeros(1, device=ep.device)),
+}
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("call", ["synchronize", "close"])
+@pytest.mark.parametrize("call", WAITING)
 @pytest.mark.parametrize("case", CASES)
 def test_calls_that_wait_are_refused_and_work_behind_the_capture(case: str, call: str, mode: str) -> None:
     with connected(config(*CASES[case])) as made:
         rounds = Rounds(made, 1, [None])
-        for ep in made:
-            with (
-                captured(mode),
-                pytest.raises(EPError, match=f"{call}: waits for the GPU, so it must be called"),
-            ):
-                getattr(ep, call)()
+        batches = [ep.dispatch(**given) for ep, given in zip(made, rounds.given[0], strict=True)]
+        counts = [batch.counts_to_host(ep.stream) for ep, batch in zip(made, batches, strict=True)]
+        for ep, told in zip(made, counts, strict=True):
+            with captured(mode), pytest.raises(EPError, match=f"{call}: waits for the GPU, so it must be called"):
+                WAITING[call](ep, told)
             assert not ep.closed
-        rounds.enqueue(0)
-        rounds.check()
+        for ep, told, want in zip(made, counts, rounds.want[0], strict=True):
+            assert told.wait().num_rows == int(want.num_rows) and ep.ones.min() == 1
+        for number, ep in enumerate(made):
+            ep.combine(rounds.rows[0][number], batches[number])
         for ep in made:
             ep.synchronize()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_flags_can_be_read(mode: str) -> None:
+    """Also if a stream must be made for that."""
+    with connected(config(2, 1)) as made, captured(mode):
+        streams._unused.clear()
+        assert not made[0].failed and made[0].flags().rank == 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_ep.api import host
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.reference.backend import connect_reference
@@ -260,6 +261,26 @@ def test_no_rank_closes_what_another_one_needs(theirs: bool, opened: list, monke
 
 
 # ---- closing
+
+
+def test_nothing_closes_during_a_capture(opened: list, monkeypatch: Patch) -> None:
+    """Nor is anything forgotten, so it closes behind the capture."""
+    own, user, group = Pools(), object(), Group()
+    given: Any = group
+    shared, lost = own.of(given, user), LocalPool([CPU])
+    first, second = shared.get(ONE), lost.open(ONE).first
+    del lost
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "is_capturing", lambda device: True)
+        patch.setattr(Pool, "capturing", lambda self: True)
+        for close in (shared.close, own.close, lambda: own.release(given, user)):
+            with pytest.raises(EPError, match=r"^close: waits for the GPU, so it must be called before or after"):
+                close()
+        LocalPool([CPU]).sweep()
+        assert not first.closed and not second.closed and shared.find(ONE) is not None and own
+    own.release(given, user)
+    LocalPool([CPU]).sweep()
+    assert first.closed and second.closed and not own
 
 
 def test_users_that_release_a_pool_close_it_with_the_last_one(opened: list) -> None:

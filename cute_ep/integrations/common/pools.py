@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cute_ep import EPCommunicator, EPConfig, EPInputError
+from cute_ep.api.host import refuse_capture
 from cute_ep.integrations.common.checks import Names, roomy_config
 from cute_ep.layouts.maps.routing import BEYOND, Phase
 from cute_ep.reference.routes import NO_EXPERT
@@ -91,6 +92,7 @@ class Words:
     def synchronize(self, pool: GroupPool) -> None:
         """Wait for this rank's work on all communicators, and raise what was found wrong: EPInputError as of
         `raise_found`, EPTimeout as of `EPCommunicator.synchronize`."""
+        refuse_capture(pool.device, "synchronize")
         if pool.device.type == "cuda":
             torch.cuda.synchronize(pool.device)
         self.raise_found(pool)

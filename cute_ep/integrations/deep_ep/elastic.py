@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from cute_ep import EPConfigError, EPError, EPInputError, memory_bytes
+from cute_ep.api.host import refuse_capture
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.blocks import columns_first
 from cute_ep.integrations.common.checks import demand, named_config, require
@@ -118,6 +119,7 @@ class ElasticBuffer(Pooled):
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Wait on the host for this rank's work, and then for all ranks to do so. EPError: a rank does not come within
         the group's timeout, or has ended. EPInputError, once all are here: an earlier argument was wrong."""
+        refuse_capture(self._pool.device, "barrier")
         if self._pool.device.type == "cuda":
             torch.cuda.synchronize()
         self._pool.barrier()
