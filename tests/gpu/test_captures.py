@@ -14,8 +14,8 @@ from cute_ep.api.counts import HostCounts
 from cute_ep.api.errors import EPError, EPTimeout
 from cute_ep.api.host import host_list
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.runtime import streams
 from cute_ep.runtime.connection import connect_local
+from cute_ep.runtime.streams import _unused
 
 from .node_rounds import Rounds, config
 from .test_nodes import connected
@@ -52,6 +52,7 @@ def captured(mode: str) -> Iterator[None]:
 def test_a_call_behind_a_timeout_raises_it_with_the_flags(case: str, call: str, mode: str) -> None:
     with connected(config(*CASES[case], timeout_s=1)) as made:
         rounds = Rounds(made, 1, [None])
+        torch.cuda.synchronize()
         ep = made[0]
         batch = ep.dispatch(**rounds.given[0][0])
         with pytest.raises(EPTimeout):
@@ -77,8 +78,10 @@ WAITING: dict[str, Callable[[EPCommunicator, HostCounts], object]] = {
 def test_calls_that_wait_are_refused_and_work_behind_the_capture(case: str, call: str, mode: str) -> None:
     with connected(config(*CASES[case])) as made:
         rounds = Rounds(made, 1, [None])
+        torch.cuda.synchronize()
         batches = [ep.dispatch(**given) for ep, given in zip(made, rounds.given[0], strict=True)]
-        counts = [batch.counts_to_host(ep.stream) for ep, batch in zip(made, batches, strict=True)]
+        streams = [ep.stream if ep.shares_device else None for ep in made]
+        counts = [batch.counts_to_host(stream) for batch, stream in zip(batches, streams, strict=True)]
         for ep, told in zip(made, counts, strict=True):
             with captured(mode), pytest.raises(EPError, match=f"{call}: waits for the GPU, so it must be called"):
                 WAITING[call](ep, told)
@@ -95,5 +98,5 @@ def test_calls_that_wait_are_refused_and_work_behind_the_capture(case: str, call
 def test_flags_can_be_read(mode: str) -> None:
     """Also if a stream must be made for that."""
     with connected(config(2, 1)) as made, captured(mode):
-        streams._unused.clear()
+        _unused.clear()
         assert not made[0].failed and made[0].flags().rank == 0
