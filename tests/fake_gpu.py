@@ -368,10 +368,12 @@ def local_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 LOCAL_CTAS = 8
-GPU, GPUS, SMS = "NVIDIA H200", 4, 132
 
 
 # ---- a machine
+
+
+GPU, GPUS, SMS = "NVIDIA H200", 4, 132
 
 
 @pytest.fixture
@@ -388,12 +390,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "Communicator": lambda parts, peers, **options: SimpleNamespace(**vars(parts), **options, free=None),
     }
     replace_names(monkeypatch, fakes)
-    properties = {"multi_processor_count": SMS, "shared_memory_per_block_optin": 227 << 10}
+    properties = SimpleNamespace(multi_processor_count=SMS, shared_memory_per_block_optin=227 << 10)
     for name, fake in {
         "current_device": lambda: 0,
         "get_device_name": lambda device: GPU,
-        "get_device_properties": lambda device: SimpleNamespace(**properties),
+        "get_device_properties": lambda device: properties,
         "device_count": lambda: GPUS,
-        "is_current_stream_capturing": lambda: False,
     }.items():
         monkeypatch.setattr(connection.torch.cuda, name, fake)

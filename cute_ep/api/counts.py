@@ -53,10 +53,10 @@ class HostCounts:
         return words
 
     def wait(self) -> Self:
-        """Block the host until the numbers are there. After a timeout of the dispatch they are 0. EPError: the current
-        stream captures a CUDA graph."""
+        """Block the host until the numbers are there. After a timeout of the dispatch they are 0. EPError: during
+        a capture."""
         if self.event is not None:
-            refuse_capture(torch.device("cuda"), "wait")
+            refuse_capture(torch.device("cuda"), "HostCounts.wait")
             self.event.synchronize()
         return self
 

@@ -20,23 +20,27 @@ def host_memory(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what the current stream is given goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Whether a CUDA graph captures what is queued for a device: for a GPU, on the current stream of the current one. A
+    GPU that has failed captures nothing."""
+    try:
+        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    except RuntimeError:
+        return False
 
 
 def refuse_capture(device: torch.device, call: str) -> None:
-    """EPError for a call that waits for a device, while the current stream captures a CUDA graph, which the wait would
-    end as invalid."""
+    """EPError for what waits for a device, while a CUDA graph is captured: most waits would end the capture as
+    invalid."""
     if is_capturing(device):
-        raise EPError(f"{call}: waits for the GPU, so it must be called before or after a CUDA graph is captured")
+        raise EPError(f"{call}: waits for the GPU, which no CUDA graph captures; do it before or after the capture")
 
 
 @torch.compiler.disable
 def host_list(tensor: torch.Tensor) -> Any:
-    """`tensor.tolist()`, which waits for the current stream of the tensor's device. EPError: that is captured."""
+    """`tensor.tolist()`, which waits for the current stream of the tensor's device. EPError: during a capture."""
     if tensor.device.type == "cpu":
         return tensor.tolist()
-    refuse_capture(tensor.device, "numbers for the host")
+    refuse_capture(tensor.device, "numbers that the host reads")
     found = host_memory(tensor.shape, tensor.dtype)
     stream = torch.cuda.current_stream(tensor.device)
     with torch.cuda.stream(stream):

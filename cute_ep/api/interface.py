@@ -82,7 +82,7 @@ class EPCommunicator(ABC):
     def ones(self) -> torch.Tensor:
         """Ones, float32, of the shape of `DispatchBuffers.weights`: with them combine adds a token's rows up as they
         are. Nothing may write them, and streams need not wait for them. EPError where the first use is captured."""
-        refuse_capture(self.device, "the first call that needs weights of 1")
+        refuse_capture(self.device, "ones")
         with torch.inference_mode(False):
             made = torch.ones(routed_shape(self.cfg), dtype=torch.float32, device=self.device)
         if made.is_cuda:
@@ -335,8 +335,8 @@ class EPCommunicator(ABC):
             EPError: a fused launch found a round that was sent and not received, as where graphs are replayed in
                 another order than captured. Nothing was sent; the communicator is unusable, and its peers time out. Or
                 in a combine another rank returned rows of another dispatch round than that of this rank's batch; the
-                sums are wrong and the communicator is unusable. On the CPU that is an EPInputError of the combine. Or
-                the current stream captures a CUDA graph, which goes on; wait behind it.
+                sums are wrong and the communicator is unusable. On the CPU that is an EPInputError of the combine. Or a
+                CUDA graph is being captured; the capture goes on.
             EPInputError: an expert id outside [-1, num_experts), more rows than the output buffers hold, or what
                 `check_finite` found; once.
         """
@@ -370,7 +370,7 @@ class EPCommunicator(ABC):
 
         Raises:
             EPError: with one process per GPU, a rank did not come in twice `timeout_s`, or in 10 s if that is longer,
-                or its process has ended. Or the current stream captures a CUDA graph; the communicator stays open.
+                or its process has ended. Or a CUDA graph is being captured; the communicator stays open.
         """
 
     # ---- what a backend fills in

@@ -250,7 +250,7 @@ class Pools:
         if group not in self._pools:
             return
         pool, users = self._pools[group]
-        if users <= {user}:
+        if users <= {user} and pool.communicators:
             refuse_capture(pool.device, "close")
         users.discard(user)
         if not users:
@@ -260,7 +260,8 @@ class Pools:
     def close(self) -> None:
         """Close all communicators, collective over each group; users that have not released a pool may call again."""
         for group, (pool, users) in list(self._pools.items()):
-            refuse_capture(pool.device, "close")
+            if pool.communicators:
+                refuse_capture(pool.device, "close")
             users.discard(None)
             if not users:
                 del self._pools[group]

@@ -50,8 +50,8 @@ class LocalPool(Pool):
             _ABANDONED.append(self._open)
 
     def sweep(self) -> None:
-        """Close what nobody has any more, of this pool and of others that were abandoned; between two calls only, and
-        behind a capture."""
+        """Close what nobody has any more, of this pool and of others that were abandoned; between two calls only. It
+        does nothing during a capture."""
         if self.capturing():
             return
         with CALLING:

@@ -174,7 +174,8 @@ class Pool:
     def close(self, communicators: Sequence[EPCommunicator] | None = None) -> None:
         """Close these, or all, on all ranks; may be called again. What was found wrong with their input, and not told,
         is logged. EPError: a CUDA graph is being captured; all stay open."""
-        refuse_capture(self.device, "close")
+        if self._open:
+            refuse_capture(self.device, "close")
         for one in list(self._open):
             if communicators is None or one.first in communicators:
                 self._close(one)

@@ -22,8 +22,8 @@ from cute_ep.tuning.launch_shape import FAMILIES, Entry, Tuning, has_pipelines, 
 @dataclass(frozen=True)
 class Setting:
     """What a table was measured for: GPUs, CTAs that a rank may have, ranks that exchange messages, shape, format of
-    dispatched rows (None for combine, whose rows come home in one) and their order, and whether CTAs may have twins
-    (dispatch) or pipelines (combine)."""
+    dispatched rows (None for combine, whose rows come home in one format) and their order, and whether CTAs may have
+    twins (dispatch) or pipelines (combine)."""
 
     gpu: str
     gpus: int

@@ -51,7 +51,6 @@ def test_numbers_of_a_gpu(values: Any, dtype: torch.dtype, monkeypatch: pytest.M
         return torch.empty(shape, dtype=kind).as_subclass(Locked)
 
     monkeypatch.setattr(host, "host_memory", memory)
-    monkeypatch.setattr(host, "is_capturing", lambda device: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream if device == OnGpu.device else None)
     monkeypatch.setattr(torch.cuda, "stream", current)
     assert host.host_list(given.as_subclass(OnGpu)) == values

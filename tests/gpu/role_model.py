@@ -218,7 +218,7 @@ class Home:
 
     @classmethod
     def of(cls, tokens: int, log2: int, flagged: bool) -> Home:
-        """With fewer slices where there are not as many for rows with flags."""
+        """log2: any; it is made one that rows with flags may have."""
         return cls(tokens, log2 % MANY_SLICES.bit_length() if flagged else log2, flagged)
 
     @property

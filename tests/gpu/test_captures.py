@@ -14,8 +14,8 @@ from cute_ep.api.counts import HostCounts
 from cute_ep.api.errors import EPError, EPTimeout
 from cute_ep.api.host import host_list
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.runtime import streams
 from cute_ep.runtime.connection import connect_local
-from cute_ep.runtime.streams import _unused
 
 from .node_rounds import Rounds, config
 from .test_nodes import connected
@@ -65,10 +65,10 @@ def test_a_call_behind_a_timeout_raises_it_with_the_flags(case: str, call: str, 
 WAITING: dict[str, Callable[[EPCommunicator, HostCounts], object]] = {
     "synchronize": lambda ep, counts: ep.synchronize(),
     "close": lambda ep, counts: ep.close(),
-    "wait": lambda ep, counts: counts.wait(),
+    "HostCounts.wait": lambda ep, counts: counts.wait(),
     "connect_local": lambda ep, counts: connect_local(replace(ep.cfg, timeout_s=3), [ep.device] * ep.cfg.world_size),
-    "the first call that needs weights of 1": lambda ep, counts: ep.ones,
-    "numbers for the host": lambda ep, counts: host_list(torch.zeros(1, device=ep.device)),
+    "ones": lambda ep, counts: ep.ones,
+    "numbers that the host reads": lambda ep, counts: host_list(torch.zeros(1, device=ep.device)),
 }
 
 
@@ -80,10 +80,13 @@ def test_calls_that_wait_are_refused_and_work_behind_the_capture(case: str, call
         rounds = Rounds(made, 1, [None])
         torch.cuda.synchronize()
         batches = [ep.dispatch(**given) for ep, given in zip(made, rounds.given[0], strict=True)]
-        streams = [ep.stream if ep.shares_device else None for ep in made]
-        counts = [batch.counts_to_host(stream) for batch, stream in zip(batches, streams, strict=True)]
+        own = [ep.stream if ep.shares_device else None for ep in made]
+        counts = [batch.counts_to_host(stream) for batch, stream in zip(batches, own, strict=True)]
         for ep, told in zip(made, counts, strict=True):
-            with captured(mode), pytest.raises(EPError, match=f"{call}: waits for the GPU, so it must be called"):
+            with (
+                captured(mode),
+                pytest.raises(EPError, match=f"{call}: waits for the GPU, which no CUDA graph captures"),
+            ):
                 WAITING[call](ep, told)
             assert not ep.closed
         for ep, told, want in zip(made, counts, rounds.want[0], strict=True):
@@ -95,8 +98,8 @@ def test_calls_that_wait_are_refused_and_work_behind_the_capture(case: str, call
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_flags_can_be_read(mode: str) -> None:
+def test_flags_can_be_read(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if a stream must be made for that."""
     with connected(config(2, 1)) as made, captured(mode):
-        _unused.clear()
+        monkeypatch.setattr(streams, "_unused", {})
         assert not made[0].failed and made[0].flags().rank == 0

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from cute_ep.api.errors import EPConfigError, EPInputError
-from cute_ep.integrations.common import checks, constants
+from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import LEAST_TOKENS, alignment_for, room_for
 from cute_ep.integrations.common.constants import Constant
 from cute_ep.integrations.common.pools import room_of
@@ -81,15 +81,6 @@ def test_constants_share_memory_until_more_is_needed() -> None:
     assert constant.first(9, place).tolist() == list(range(9)) and asked == [8, 16]
     assert constant.first(0, place).tolist() == []
     assert first.tolist() == [0, 1, 2, 3, 4] and len(constant._made[place]) == 2, "streams may still read the smaller"
-
-
-def test_what_a_capture_fills_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph fills it when it is replayed. What was there before is there in a capture, too."""
-    constant, place = Constant(lambda rows, device: torch.ones(rows, device=device)), torch.device("cpu")
-    before = constant.first(4, place)
-    monkeypatch.setattr(constants, "is_capturing", lambda device: True)
-    assert constant.first(3, place).data_ptr() == before.data_ptr()
-    assert constant.first(5, place).shape == (5,) and len(constant._made[place]) == 1
 
 
 def test_constants_of_a_mode_are_not_kept() -> None:

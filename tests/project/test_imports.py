@@ -57,7 +57,7 @@ CONTRACT: dict[str, set[str]] = {
     "api.carving": {"Carving"},
     "api.config": {"LONGEST_S", "is_integer", "is_number"},
     "api.config_rules": {"in_words"},
-    "api.host": {"host_list", "is_capturing", "refuse_capture"},
+    "api.host": {"host_list", "refuse_capture"},
     "api.rounds": {"MAX_OUTSTANDING"},
     "api.row_tensors": {"ID_TYPES", "with_plain_strides"},
     "api.tensors": {"check_apart", "check_tensor", "check_written", "overlap"},

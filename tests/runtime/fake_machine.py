@@ -65,7 +65,6 @@ class Machine(FakeDriver):
             "device": lambda device: nullcontext(),
             "device_count": lambda: int(("gpu", dist_rank()) not in self.broken),
             "get_device_name": str,
-            "is_current_stream_capturing": lambda: False,
             "synchronize": self.synchronize,
         }.items():
             monkeypatch.setattr(process_connection.torch.cuda, name, fake)

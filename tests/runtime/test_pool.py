@@ -267,20 +267,23 @@ def test_nothing_closes_during_a_capture(opened: list, monkeypatch: Patch) -> No
     """Nor is anything forgotten, so it closes behind the capture."""
     own, user, group = Pools(), object(), Group()
     given: Any = group
+    other: Any = Group()
     shared, lost = own.of(given, user), LocalPool([CPU])
-    first, second = shared.get(ONE), lost.open(ONE).first
+    first, second, third = shared.get(ONE), lost.open(ONE).first, own.of(other).get(ONE)
     del lost
     with monkeypatch.context() as patch:
         patch.setattr(host, "is_capturing", lambda device: True)
         patch.setattr(Pool, "capturing", lambda self: True)
         for close in (shared.close, own.close, lambda: own.release(given, user)):
-            with pytest.raises(EPError, match=r"^close: waits for the GPU, so it must be called before or after"):
+            with pytest.raises(EPError, match=r"^close: waits for the GPU, which no CUDA graph captures; do it before"):
                 close()
         LocalPool([CPU]).sweep()
-        assert not first.closed and not second.closed and shared.find(ONE) is not None and own
-    own.release(given, user)
+        own.of(Group(), user).close()  # type: ignore[arg-type]
+        assert not any(one.closed for one in (first, second, third)) and shared.find(ONE) is not None
+        assert own.of(given) is shared and own.of(other).find(ONE) is not None
+    own.close()
     LocalPool([CPU]).sweep()
-    assert first.closed and second.closed and not own
+    assert first.closed and second.closed and third.closed
 
 
 def test_users_that_release_a_pool_close_it_with_the_last_one(opened: list) -> None:

@@ -1,5 +1,5 @@
 """Tensors that calls only read, made once, and larger when more is needed: torch takes longer to launch what fills one
-than to take a part of it."""
+than to take a part of it. Not for what a CUDA graph captures, which would fill it when it is replayed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from cute_ep.api.host import is_capturing
 from cute_ep.torch_internals import count_dispatch_modes
 
 
@@ -25,8 +24,6 @@ class Constant:
             return self._make(rows, device)
         made = self._made.setdefault(device, [])
         if not made or made[-1].shape[0] < rows:
-            if is_capturing(device):  # a graph fills its own, when it is replayed
-                return self._make(rows, device)
             with torch.inference_mode(False):
                 whole = self._make(1 << max(0, rows - 1).bit_length(), device)
             if device.type == "cuda":

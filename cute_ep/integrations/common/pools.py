@@ -91,7 +91,7 @@ class Words:
 
     def synchronize(self, pool: GroupPool) -> None:
         """Wait for this rank's work on all communicators, and raise what was found wrong: EPInputError as of
-        `raise_found`, EPTimeout as of `EPCommunicator.synchronize`."""
+        `raise_found`, EPTimeout and EPError as of `EPCommunicator.synchronize`."""
         refuse_capture(pool.device, "synchronize")
         if pool.device.type == "cuda":
             torch.cuda.synchronize(pool.device)

@@ -118,7 +118,8 @@ class ElasticBuffer(Pooled):
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Wait on the host for this rank's work, and then for all ranks to do so. EPError: a rank does not come within
-        the group's timeout, or has ended. EPInputError, once all are here: an earlier argument was wrong."""
+        the group's timeout, or has ended. EPInputError, once all are here: an earlier argument was wrong. EPError:
+        during a capture."""
         refuse_capture(self._pool.device, "barrier")
         if self._pool.device.type == "cuda":
             torch.cuda.synchronize()

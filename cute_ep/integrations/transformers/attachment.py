@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from cute_ep import EPConfigError, EPError
+from cute_ep.api.host import refuse_capture
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_devices
 from cute_ep.integrations.common import checks
@@ -214,6 +215,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         raise EPError(f"{type(module).__name__}: is not attached to ranks ({why}); {call}")
     experts.check_routed(hidden_states, top_k_index, top_k_weights, experts.hidden_size(module))
     if not layer.gates:
+        refuse_capture(hidden_states.device, "the first pass of a layer")
         layer.gates.append(experts.find_gate(module))
     names, number, attachment = experts.weight_names(module), module.num_experts, layer.attachment
     read = (hidden_states, top_k_weights, *module.parameters(), *(getattr(module, name) for name in names))

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from cute_ep import Dispatched, EPConfig, EPError
 from cute_ep.adjoints import inner_products, ones_for, weighted
-from cute_ep.api.host import host_list, refuse_capture
+from cute_ep.api.host import host_list
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.distributed import DistributedEPCombine, DistributedEPDispatch
@@ -70,8 +70,6 @@ class Exchange:
             self.pool.sweep()
             if self.communicators[0].closed:
                 raise EPError(CLOSED)
-            if self.waits:
-                refuse_capture(self.pool.device, "a pass whose ranks share a device")
             yield
             if self.waits:
                 for communicator in self.communicators:
