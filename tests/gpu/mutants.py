@@ -32,10 +32,10 @@ BESIDE = 4
 """Processes of a GPU at a time: of 18 that began at once half found no memory for a context (2 x H200, 2026-11-29)."""
 
 
-def make_tree(name: str, folder: Path) -> None:
-    """The package as it would be installed, in a folder, with the mistake of that name."""
+def make_tree(name: str, folder: Path, source: Path = ROOT) -> None:
+    """The package of a checkout as it would be installed, in a folder, with the mistake of that name."""
     skip = shutil.ignore_patterns("__pycache__", "library")
-    shutil.copytree(ROOT / "cute_ep", folder / "cute_ep", ignore=skip)
+    shutil.copytree(source / "cute_ep", folder / "cute_ep", ignore=skip)
     for edit in () if name == UNCHANGED else MUTANTS[name].edits:
         edit.apply(folder / "cute_ep")
 
@@ -54,16 +54,19 @@ def start(folder: Path, words: Sequence[str], **environment: str) -> subprocess.
 
 
 def build(names: Iterable[str]) -> None:
-    """Compile the kernels of mutants for ARCH; SystemExit with the compiler's words when one does not."""
-    for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            make_tree(name, Path(folder))
-            words = ["-m", "cute_ep", "build", "--arch", ARCH, "--format", FORMATS, "--out", str(FOLDER / name)]
-            process = start(Path(folder), words)
-            output = "".join(process.communicate())
-            if process.returncode:
-                raise SystemExit(f"{name}: {output[-4000:]}")
-        sys.stderr.write(f"{name}: compiled\n")
+    """Compile the kernels of mutants for ARCH, all of the sources that there are now; SystemExit with the compiler's
+    words when one does not."""
+    with tempfile.TemporaryDirectory() as kept:
+        make_tree(UNCHANGED, Path(kept))
+        for name in names:
+            with tempfile.TemporaryDirectory() as folder:
+                make_tree(name, Path(folder), Path(kept))
+                words = ["-m", "cute_ep", "build", "--arch", ARCH, "--format", FORMATS, "--out", str(FOLDER / name)]
+                process = start(Path(folder), words)
+                output = "".join(process.communicate())
+                if process.returncode:
+                    raise SystemExit(f"{name}: {output[-4000:]}")
+            sys.stderr.write(f"{name}: compiled\n")
 
 
 @dataclass(frozen=True)
