@@ -3,6 +3,15 @@
 Each test writes the memory of all ranks, launches one half on one of them, and compares every byte of every rank's
 allocation, and of the outputs, with `role_model`. So it sees what a half stores, clears and leaves alone, whichever
 half comes after it. Nothing that was not written by the launch or by the test is zero: memory is poisoned before.
+
+| file | what it has |
+| --- | --- |
+| `arena_images`, `role_model` | a rank's allocation, byte for byte; what each role reads and writes there |
+| `role_stage`, `role_launch` | the rank and the memory of its peers; a launch, with all memory before and after it |
+| `role_given` | what a launch is given, what peers have sent, what outputs must be |
+| `role_halves`, `role_fused` | launches of halves, and fused ones (`test_fused_roles`) |
+| `role_cases`, `role_schedules`, `role_runs` | configurations, tokens, routes; shapes of launches; cases on a GPU |
+| `role_waits` | words that come last, for which launches wait |
 """
 
 from __future__ import annotations
