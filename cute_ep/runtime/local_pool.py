@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cute_ep.api.config import EPConfig
+from cute_ep.api.host import is_capturing
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.runtime import connection
 from cute_ep.runtime.pool import Opened, Pool, serves
@@ -50,16 +51,18 @@ class LocalPool(Pool):
             _ABANDONED.append(self._open)
 
     def sweep(self) -> None:
-        """Close what nobody has any more, of this pool and of others that were abandoned; between two calls only. It
-        does nothing during a capture."""
-        if self.capturing():
-            return
+        """Close what nobody has any more, of this pool and of others that were abandoned; between two calls only. What
+        is on a GPU stays for a later call during a capture."""
         with CALLING:
-            while _ABANDONED:
-                for one in _ABANDONED.popleft():
+            for _ in range(len(_ABANDONED)):
+                group = _ABANDONED.popleft()
+                if any(is_capturing(one.first.device) for one in group):
+                    _ABANDONED.append(group)
+                    continue
+                for one in group:
                     for communicator in one.communicators:
                         communicator.close()
-            if self._grows and len(self._open) > 1:
+            if self._grows and len(self._open) > 1 and not self.capturing():
                 for one in list(self._open):
                     if self._has_successor(one) and not self._is_needed(one):
                         self._close(one)

@@ -16,7 +16,7 @@ from cute_ep.api import host
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.reference.backend import connect_reference
-from cute_ep.runtime import group_pool, process_connection
+from cute_ep.runtime import group_pool, local_pool, process_connection
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.group_pool import GroupPool, Pools, timeout_of
 from cute_ep.runtime.local_pool import LocalPool
@@ -273,7 +273,7 @@ def test_nothing_closes_during_a_capture(opened: list, monkeypatch: Patch) -> No
     del lost
     with monkeypatch.context() as patch:
         patch.setattr(host, "is_capturing", lambda device: True)
-        patch.setattr(Pool, "capturing", lambda self: True)
+        patch.setattr(local_pool, "is_capturing", lambda device: True)
         for close in (shared.close, own.close, lambda: own.release(given, user)):
             with pytest.raises(EPError, match=r"^close: waits for the GPU, which no CUDA graph captures; do it before"):
                 close()
