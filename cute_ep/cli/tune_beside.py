@@ -79,8 +79,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         )
     console.print(
         f"{model.name}: hidden {model.hidden}, {model.num_experts} experts of {model.moe_hidden}, top-{model.top_k}, "
-        f"{args.order}; "
-        f"matmul {args.beside}; {describe_devices(devices, None)}",
+        f"{args.order}; matmul {args.beside}; {describe_devices(devices, None)}",
         highlight=False,
         soft_wrap=True,
     )
