@@ -32,6 +32,12 @@ UP_TO_1024_OF_TWO = (
     Entry(512, MANY, 3 / 8, 2, most_senders=64, split_from=130),
     Entry(1024, MANY, 1 / 2, 1, most_senders=64, split_from=130),
 )
+FROM_257_OF_TWO = (*UP_TO_1024_OF_TWO, Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66))
+UP_TO_128_LARGE_OF_TWO = (
+    *FEW_LARGE,
+    Entry(96, ONE_A_SM, 24 / 132, 8),
+    Entry(128, MANY, 48 / 264, 8, most_senders=18),
+)
 SHORT = (
     *FEW_OF_MANY,
     UP_TO_64,
@@ -56,15 +62,13 @@ OF_TWO: dict[int, tuple[Entry, ...]] = {
         *FEW,
         UP_TO_64,
         Entry(256, ONE_A_SM, 32 / 132, 2),
-        *UP_TO_1024_OF_TWO,
-        Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66),
+        *FROM_257_OF_TWO,
     ),
     4095: (
         *FEW,
         UP_TO_64,
         *UP_TO_256_OF_TWO,
-        *UP_TO_1024_OF_TWO,
-        Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66),
+        *FROM_257_OF_TWO,
     ),
     7000: (
         *FEW,
@@ -81,9 +85,7 @@ OF_TWO: dict[int, tuple[Entry, ...]] = {
         Entry(MANY, MANY, 1 / 3, 4, most_senders=64, split_from=34),
     ),
     MANY: (
-        *FEW_LARGE,
-        Entry(96, ONE_A_SM, 24 / 132, 8),
-        Entry(128, MANY, 48 / 264, 8, most_senders=18),
+        *UP_TO_128_LARGE_OF_TWO,
         Entry(256, MANY, 48 / 264, 4, most_senders=18),
         Entry(1024, MANY, 48 / 264, 4, most_senders=22),
         Entry(MANY, MANY, 3 / 16, 4, most_senders=40),
@@ -94,8 +96,7 @@ RANK_MAJOR_OF_TWO: dict[int, tuple[Entry, ...]] = {
         *FEW,
         UP_TO_64,
         Entry(256, MANY, 1 / 4, 2, most_senders=64),
-        *UP_TO_1024_OF_TWO,
-        Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66),
+        *FROM_257_OF_TWO,
     ),
     10000: (
         *FEW,
@@ -106,9 +107,7 @@ RANK_MAJOR_OF_TWO: dict[int, tuple[Entry, ...]] = {
         Entry(MANY, MANY, 1 / 3, 2, most_senders=64, split_from=34),
     ),
     MANY: (
-        *FEW_LARGE,
-        Entry(96, ONE_A_SM, 24 / 132, 8),
-        Entry(128, MANY, 48 / 264, 8, most_senders=18),
+        *UP_TO_128_LARGE_OF_TWO,
         Entry(512, MANY, 1 / 8, 8, most_senders=16),
         Entry(1024, MANY, 1 / 4, 4, most_senders=32),
         Entry(MANY, MANY, 3 / 8, 4, most_senders=48),
