@@ -14,7 +14,6 @@ import torch.distributed as dist
 from cute_ep.api.config import LONGEST_S, EPConfig
 from cute_ep.api.config_rules import in_words
 from cute_ep.api.errors import EPConfigError
-from cute_ep.api.host import refuse_capture
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.runtime import process_connection
 from cute_ep.runtime.counts import CountExchange, Counting, ReceiveCounts, counting_config
@@ -250,8 +249,8 @@ class Pools:
         if group not in self._pools:
             return
         pool, users = self._pools[group]
-        if users <= {user} and pool.communicators:
-            refuse_capture(pool.device, "close")
+        if users <= {user}:
+            pool.check_may_close()
         users.discard(user)
         if not users:
             del self._pools[group]
@@ -260,8 +259,7 @@ class Pools:
     def close(self) -> None:
         """Close all communicators, collective over each group; users that have not released a pool may call again."""
         for group, (pool, users) in list(self._pools.items()):
-            if pool.communicators:
-                refuse_capture(pool.device, "close")
+            pool.check_may_close()
             users.discard(None)
             if not users:
                 del self._pools[group]

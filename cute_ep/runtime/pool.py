@@ -171,11 +171,15 @@ class Pool:
             self._captured.add(communicator)
         return capturing
 
+    def check_may_close(self) -> None:
+        """EPError where something is open, and a CUDA graph is being captured."""
+        if self._open:
+            refuse_capture(self.device, "close")
+
     def close(self, communicators: Sequence[EPCommunicator] | None = None) -> None:
         """Close these, or all, on all ranks; may be called again. What was found wrong with their input, and not told,
         is logged. EPError: a CUDA graph is being captured; all stay open."""
-        if self._open:
-            refuse_capture(self.device, "close")
+        self.check_may_close()
         for one in list(self._open):
             if communicators is None or one.first in communicators:
                 self._close(one)

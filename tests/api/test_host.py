@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cute_ep.api import host
+from cute_ep.api.errors import EPError
 
 
 class OnGpu(torch.Tensor):
@@ -55,3 +56,20 @@ def test_numbers_of_a_gpu(values: Any, dtype: torch.dtype, monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "stream", current)
     assert host.host_list(given.as_subclass(OnGpu)) == values
     assert done == ["stream", "copied", "waited", "read"]
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_what_waits_for_a_gpu_is_refused_during_a_capture(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    assert host.is_capturing(OnGpu.device) == captures and not host.is_capturing(torch.device("cpu"))
+    host.refuse_capture(torch.device("cpu"), "close")
+    with pytest.raises(EPError, match=r"^close: waits for the GPU") if captures else nullcontext():
+        host.refuse_capture(OnGpu.device, "close")
+
+
+def test_a_gpu_that_has_failed_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fails)
+    host.refuse_capture(OnGpu.device, "close")

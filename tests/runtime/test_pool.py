@@ -264,7 +264,7 @@ def test_no_rank_closes_what_another_one_needs(theirs: bool, opened: list, monke
 
 
 def test_nothing_closes_during_a_capture(opened: list, monkeypatch: Patch) -> None:
-    """Nor is anything forgotten, so it closes behind the capture."""
+    """Nor is anything forgotten, so it closes after the capture."""
     own, user, group = Pools(), object(), Group()
     given: Any = group
     other: Any = Group()

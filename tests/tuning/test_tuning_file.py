@@ -31,6 +31,18 @@ def test_tables_come_back_from_the_file(file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == [file.name], "no draft is left"
 
 
+@pytest.mark.parametrize("order", ["absent", None])
+def test_tables_of_files_without_an_order_are_of_rows_by_expert(order: str | None, file: Path) -> None:
+    write_tables({setting("combine"): MINE})
+    content = json.loads(file.read_text())
+    for row in content["tables"]:
+        del row["setting"]["order"]
+        row["setting"] |= {} if order == "absent" else {"order": order}
+    file.write_text(json.dumps(content))
+    assert read_tables() == {setting("combine"): MINE}
+    assert find().combine == MINE != find(replace(CFG, row_order="rank_major")).combine
+
+
 def test_tables_hold_for_what_they_were_measured_with() -> None:
     write_tables({setting(): MINE, setting("combine", replace(CFG, top_k=4)): MINE})
     built = built_in(CFG, TABLE_CTAS)
