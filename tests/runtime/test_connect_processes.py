@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cute_ep.api import host
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.runtime import gpus, process_connection, trial
@@ -120,6 +121,19 @@ def test_a_rank_with_another_number_of_ranks_tells_the_others(monkeypatch: pytes
     )
     assert str(got[2]) == "world_size = 2: the process group has 3 ranks"
     assert [str(one) for one in got[:2]] == [f"rank 2 could not connect: EPConfigError: {got[2]}"] * 2
+
+
+def test_no_rank_connects_while_one_captures_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, capturing = Machine(monkeypatch), {2}
+    monkeypatch.setattr(host, "is_capturing", lambda device: dist_rank() in capturing)
+    got = collective(monkeypatch, lambda rank: process_connection.connect(CFG))
+    assert str(got[2]).startswith("connect: waits for the GPU, which no CUDA graph captures")
+    assert [str(one) for one in got[:2]] == [f"rank 2 could not connect: EPError: {got[2]}"] * 2
+    assert machine.held == NOTHING
+    capturing.clear()
+    assert not any(
+        isinstance(one, Exception) for one in collective(monkeypatch, lambda rank: process_connection.connect(CFG))
+    )
 
 
 def test_all_ranks_have_a_gpu_or_none_has(monkeypatch: pytest.MonkeyPatch) -> None:
