@@ -64,6 +64,7 @@ class Program:
 
 def _run_program(words: Sequence[str], folder: Path, environment: Mapping[str, str], streams: Sequence[str]) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it: tests may be one
     for number, name in enumerate(streams, 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
